@@ -352,8 +352,6 @@ def test_whole_attentions_of_models_that_compute_them_by_themselves(name):
     near = 3e-4 * (model.get_input_embeddings()(CLEAN) - model.get_input_embeddings()(CORRUPT)).detach()
     base = model.get_input_embeddings()(CORRUPT).detach()
     pair = {"inputs_embeds": base + near}, {"inputs_embeds": base}
-    with pytest.raises(th.RecipeError, match="has no call that computes heads"):
-        circuit.edges(model, *pair, metric=metric)
     found = circuit.edges(model, *pair, metric=metric, nodes="layers")
     exact = circuit.edges(model, *pair, metric=metric, nodes="layers", method="exact", progress=False)
     assert torch.allclose(found.scores, exact.scores, atol=5e-3 * float(exact.scores.abs().max()))
@@ -394,6 +392,148 @@ def test_a_curve_has_random_circuits_beside_it_and_all_results_are_drawn(model):
         assert each.show().axes
         assert "<img" in each._repr_html_() or "<svg" in each._repr_html_()
     assert "… and 38 more" in repr(found)
+
+
+# -- how edges are scored by gradients ---------------------------------------------------------------------------------
+
+
+def by_hand(model, nodes, one, other, out):
+    """Return the scores of a model of plain parts: the gradient at each receiver times the change of each sender."""
+    writers = {name: point for name, (_, point) in nodes.items() if point}
+    readers = {name: point for name, (point, _) in nodes.items() if point}
+    with torch.no_grad(), th.record(model, *writers.values()) as tape:
+        model(one)
+    before = {name: tape[point] for name, point in writers.items()}
+    with th.record(model, *writers.values(), *readers.values(), grad=True) as tape:
+        tape.backward(out(model(other)).sum())
+    return {
+        (sender, receiver): ((before[sender] - tape[writers[sender]]) * tape.grad[readers[receiver]]).flatten(1).sum(1)
+        for sender in writers for receiver in readers
+    }  # fmt: skip
+
+
+class Plain(nn.Module):
+    """A model of four parts. ``again`` reuses one module, and ``static`` writes a value into memory of its own."""
+
+    def __init__(self, *, again=False, static=False):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.a, self.b, self.head = (nn.Linear(4, 4) for _ in range(4))
+        self.b = self.a if again else self.b
+        self.put = nn.Identity()
+        self.register_buffer("memory", torch.zeros(3, 4, dtype=torch.float64))
+        self.static = static
+
+    def forward(self, x):
+        stream = self.embed(x)
+        one = self.a(stream).tanh()
+        one = self.put(self.memory.copy_(one.detach()) if self.static else one)
+        stream = stream + one
+        return self.head(stream + self.b(stream))
+
+
+PLAIN = {"embed": (None, "embed"), "a": ("a:in", "put"), "b": ("b:in", "b"), "out": ("head:in", None)}
+
+
+def first(output):
+    return output[:, 0]
+
+
+def test_a_module_that_is_called_twice_is_named_by_its_calls():
+    model = Plain(again=True).double()
+    one, other = torch.randn(3, 4).double(), torch.randn(3, 4).double()
+    nodes = {"embed": (None, "embed"), "a": ("a:in#0", "put"), "b": ("a:in#1", "a#1"), "out": ("head:in", None)}
+    found = circuit.edges(model, [one, other], [other, one], metric=first, nodes=nodes)
+    twin = Plain().double()
+    twin.load_state_dict(model.state_dict())
+    expected = circuit.edges(twin, [one, other], [other, one], metric=first, nodes=PLAIN)
+    assert torch.allclose(found.scores, expected.scores, atol=1e-12)
+    truth = by_hand(twin, PLAIN, one, other, first)
+    for (sender, receiver), score in truth.items():
+        place = expected.senders.index(sender), expected.receivers.index(receiver)
+        if bool(expected.exists[place]):
+            assert torch.allclose(expected.scores[:3, *place], score, atol=1e-12), (sender, receiver)
+
+
+def test_a_value_that_the_next_run_overwrites_is_an_error():
+    model = Plain(static=True).double().eval()
+    one, other = torch.randn(3, 4).double(), torch.randn(3, 4).double()
+    with pytest.raises(th.RecipeError, match="'put' has a value in memory that the model uses again"):
+        circuit.edges(model, one, other, metric=first, nodes=PLAIN)
+
+
+def checkpointed(reentrant):
+    model = gpt2(2).double().train()
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    return model
+
+
+def test_scores_under_activation_checkpoints_are_the_same():
+    for method in ("eap", "eap-ig"):
+        expected = edges(gpt2(2).double(), method)
+        assert torch.allclose(edges(checkpointed(reentrant=False), method).scores, expected.scores, atol=1e-12)
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")  # Of the run without gradients.
+def test_reentrant_checkpoints_hide_gradients_which_is_an_error():
+    with pytest.raises(th.RecipeError, match="gradients are disabled where 'transformer"):
+        edges(checkpointed(reentrant=True))
+
+
+@pytest.mark.parametrize("make", [gpt2, llama, neox])
+def test_scores_computed_in_parts_are_the_same(make, monkeypatch):
+    model = make().double()
+    expected = edges(model)
+    monkeypatch.setattr("tenterhook.recipes._edge_products.ROOM", 1)
+    monkeypatch.setattr("tenterhook.recipes._edge_products.POSITIONS", 3)
+    found = edges(model)
+    assert torch.allclose(found.scores, expected.scores, atol=1e-12)
+
+
+def test_scores_of_layers_whose_norms_differ_are_the_derivatives():
+    model = gpt2(2).double()
+    model.transformer.h[1].ln_1.eps = 1e-2
+    found = edges(model)
+    for (sender, receiver), value in by_autograd(model, CORRUPT, CLEAN).items():
+        place = found.senders.index(sender), found.receivers.index(receiver)
+        assert torch.allclose(found.scores[:, *place], value, atol=1e-12), (sender, receiver)
+
+
+@pytest.mark.parametrize("method", ["eap", "eap-ig", "exact"])
+def test_scores_inside_autocast_are_those_of_the_model_in_low_precision(method):
+    model = gpt2(2)
+    expected = edges(model, method)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = edges(model, method)
+        assert found.prune(46).faithfulness() == pytest.approx(1)
+    size = float(expected.scores.abs().max())
+    assert 0 < float((found.scores - expected.scores).abs().max()) < 0.05 * size
+
+
+class Skips(nn.Module):
+    """A model that skips a part for some inputs."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.a, self.head = (nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, x, part=None):
+        stream = self.embed(x)
+        return self.head(stream if part is None else stream + self.a(stream))
+
+
+def test_a_part_that_one_input_skips_is_an_error():
+    nodes = {"embed": (None, "embed"), "a": ("a:in", "a"), "out": ("head:in", None)}
+    x = [torch.randn(3, 4) for _ in range(4)]
+    whole = [{"x": x[0], "part": 1}, {"x": x[1], "part": 1}]
+    model = Skips()
+    assert circuit.edges(model, whole[0], whole[1], metric=first, nodes=nodes).scores.abs().sum() > 0
+    with pytest.raises(th.NeverReached, match="'a"):
+        circuit.edges(model, [whole[0], {"x": x[2]}], [whole[1], {"x": x[3]}], metric=first, nodes=nodes)
 
 
 # -- bad input ---------------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import tenterhook as th
 from tenterhook.recipes._inputs import arguments
-from tenterhook.recipes._residual import Graph, Receiver, Sender, weight_of
+from tenterhook.recipes._residual import Graph, Receiver, Sender, shaped, weight_of
 
 __all__ = ["patched_run", "patching_edits"]
 
@@ -101,8 +101,9 @@ class _Run:
     def _received(self, receivers: list[Receiver], senders: tuple[int, ...], value: Tensor) -> Tensor:
         """Return the value at a consumer, with the part of some receivers replaced."""
         first = receivers[0]
-        rows = value.shape[0]
-        stream = _repeated(self._live[first.stream], rows) + sum(self._change(number, rows) for number in senders)
+        stream = _repeated(self._live[first.stream], value)
+        for number in senders:
+            stream = stream + self._change(number, stream)
         if first.norm is not None:
             self._inside = True
             try:
@@ -117,15 +118,16 @@ class _Run:
         new = nn.functional.linear(stream, weight, None if bias is None else bias[channels])
         return value.index_copy(-1, channels, new)
 
-    def _change(self, number: int, rows: int) -> Tensor:
+    def _change(self, number: int, stream: Tensor) -> Tensor:
         """Return what a sender writes elsewhere minus what it has written in this run."""
         sender = self._graph.senders[number]
         written, other = sender.written(self._live[sender.point]), self._other(sender)
-        return _repeated(other.to(written.dtype), rows) - _repeated(written, rows)
+        return _repeated(shaped(other.to(written.dtype), stream), stream) - _repeated(shaped(written, stream), stream)
 
 
-def _repeated(value: Tensor, rows: int) -> Tensor:
+def _repeated(value: Tensor, like: Tensor) -> Tensor:
     """Return a value for each case of a sweep, whose inputs are repeated one case after the other."""
+    rows = like.shape[0]
     return value if value.shape[0] == rows else value.repeat(rows // value.shape[0], *[1] * (value.dim() - 1))
 
 

@@ -54,7 +54,7 @@ def _examples(given: Any) -> int:
     return next((tensor.shape[0] for tensor in tensors_of((args, kwargs)) if tensor.dim()), 1)
 
 
-def graph_for(model: nn.Module, pair: tuple[Any, Any], nodes: Nodes) -> Graph:
+def graph_for(model: nn.Module, pair: tuple[Any, Any], nodes: Nodes, modules: list[nn.Module] | None = None) -> Graph:
     """Return the graph of a model. Its edges must carry everything: with all of them patched, one run is the other."""
 
     def check(graph: Graph) -> None:
@@ -67,7 +67,7 @@ def graph_for(model: nn.Module, pair: tuple[Any, Any], nodes: Nodes) -> Graph:
         if not float((found - two).norm()) <= tolerance * float((one - two).norm() + 0.05 * two.norm()):
             raise th.RecipeError(OUTSIDE)
 
-    return graph_of(model, *pair, nodes, check)
+    return graph_of(model, list(model.modules()) if modules is None else modules, pair, nodes, check)
 
 
 def connected(graph: Graph, kept: Tensor) -> Tensor:

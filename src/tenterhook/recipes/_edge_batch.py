@@ -58,7 +58,8 @@ class Patches:
         """Return the edit that patches one edge alone."""
         number, place = edge
         receiver = self._graph.receivers[place]
-        return case(receiver, through_norm(self._graph, place, self._before[receiver.stream] + self._change[number]))
+        before = self._before[receiver.stream]
+        return case(receiver, through_norm(self._graph, place, before + self._change[number].reshape(before.shape)))
 
     def alone(self, edge: Edge) -> Tensor:
         """Return the metric with one edge patched."""
@@ -93,20 +94,23 @@ class Patches:
         receivers = [self._graph.receivers[place] for place in places]
         first = receivers[0]
         numbers = [edges[row - 1][0] for row in rows]
-        new = through_norm(self._graph, places[0], self._before[first.stream] + self._change[numbers]).flatten(0, 1)
-        index = torch.tensor(rows)[:, None] * self._examples + torch.arange(self._examples)
+        before = self._before[first.stream]
+        changed = before + self._change[numbers].reshape(-1, *before.shape)
+        new = through_norm(self._graph, places[0], changed).flatten(0, 1)
+        each = len(before)  # examples, or positions
+        index = torch.tensor(rows)[:, None] * each + torch.arange(each)
         index = index.flatten().to(new.device)
         mask = torch.ones(len(rows), new.shape[-1], dtype=torch.bool)
         if first.projection is not None:
             mask = torch.zeros_like(mask)
             for row, receiver in enumerate(receivers):
                 mask[row, list(receiver.channels)] = True
-        own = mask.repeat_interleave(self._examples, 0).to(new.device)
+        own = mask.repeat_interleave(each, 0).to(new.device)
         own = own.reshape(len(index), *[1] * (new.dim() - 2), -1)
 
         def patch(value: Any) -> Any:
             stream = first_tensor(value)
-            if stream.shape[0] != count * self._examples:
+            if stream.shape[0] != count * each:
                 raise ValueError("the value has no dimension for the cases")
             changed = stream.index_copy(0, index, torch.where(own, new, stream[index]))
             return changed if isinstance(value, Tensor) else type(value)((changed, *value[1:]))

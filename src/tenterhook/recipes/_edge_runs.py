@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -13,12 +15,23 @@ import tenterhook as th
 from tenterhook.recipes._inputs import arguments, lone
 from tenterhook.recipes._residual import Graph
 
-__all__ = ["Differentiated", "differentiated", "floating", "measured", "recorded"]
+__all__ = ["Differentiated", "Runs", "floating", "measured", "recorded"]
 
 Metric = Callable[[Any], Any]
+_PLAIN = re.compile(r"\w+(\.\w+)*(:in)?")  # the output of a module, or its first argument
+_NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 CONSTANT = (
     "metric= gave {value}, which no gradient reaches. Use differentiable operations on the model's output, such as "
     "metric=lambda out: out.logits[:, -1, right] - out.logits[:, -1, wrong]; method='exact' needs no gradient."
+)
+MISSED = (
+    "{point!r} was not reached in a run with other inputs than those that the circuit was found with. Its edges carry "
+    "nothing then. Use inputs for which the model runs the same modules."
+)
+DISABLED = (
+    "gradients are disabled where {point!r} is computed, so its edges have no score. If the model uses reentrant "
+    "activation checkpoints, turn them off: model.eval(), or use_reentrant=False. Otherwise, look for torch.no_grad() "
+    "in the model, or use method='exact'."
 )
 
 
@@ -48,78 +61,190 @@ def recorded(model: nn.Module, graph: Graph, given: Any, metric: Metric) -> tupl
 
 @dataclass(frozen=True)
 class Differentiated:
-    """A run with its values at the senders and the streams, and the gradients at the consumers that have one."""
+    """A run with its values at the senders and the streams, and the gradients at the consumers that have one.
+
+    ``alone``: whether the metric is one number for all examples.
+    """
 
     values: dict[str, Tensor]
     gradients: dict[str, Tensor]
+    alone: bool
 
 
-def differentiated(
-    model: nn.Module, graph: Graph, given: Any, metric: Metric, way: Tensor | None = None
-) -> Differentiated:
-    """Run the model forward and backward. ``way``: what the first sender writes instead of its own value."""
-    args, kwargs = arguments(given)
-    run = _Run(graph, way)
-    # Parameters get no gradients here: the backward pass ends at the consumers.
-    with torch.inference_mode(mode=False), torch.enable_grad():
-        with th.edit(model, {point: run.at(point) for point in run.points}, check=False):
-            output = model(*args, **kwargs)
-            found = run.gradients(_number(metric, output))
+class Runs:
+    """Runs of a model that keep values of senders and gradients of receivers.
+
+    The sessions stay open over all runs, because to open them takes as long as a short run.
+    """
+
+    def __init__(self, model: nn.Module, graph: Graph) -> None:
+        self._model, self._graph, self._consumers = model, graph, frozenset(graph.consumers)
+        self._run: _Run | None = None
+        self._reads = False
+        self._sessions = ExitStack()
+
+    def __enter__(self) -> Self:
+        with ExitStack() as stack:
+            self._open(stack, self._graph.points)
+            self._sessions = stack.pop_all()
+        return self
+
+    def __exit__(self, *error: object) -> bool | None:
+        return self._sessions.__exit__(*error)  # type: ignore[arg-type]
+
+    def _open(self, stack: ExitStack, points: tuple[str, ...]) -> None:
+        numbered = {point: self._editing(point) for point in points if "#" in point}
+        plain = tuple(point for point in points if point not in numbered)
+        selectors = self._graph.selectors(plain, lambda: _selectors(self._model, plain))
+        edits = {each: self._edit if "*" in each else self._editing(each) for each in selectors}
+        if edits:
+            stack.enter_context(th.edit(self._model, edits, check=False))
+        if numbered:
+            stack.enter_context(th.edit(self._model, numbered, check=False, numbering="run"))
+
+    def _editing(self, point: str) -> Callable[[Any], Any]:
+        return lambda value: self._at(point, value)
+
+    def _edit(self, value: Any, ctx: Any) -> Any:
+        return self._at(ctx.address, value)
+
+    def _at(self, point: str, value: Any) -> Any:
+        """Keep the value at a point, and give a receiver a view of it."""
+        run = self._run
+        if run is None:
+            return None
+        tensor = old = value if isinstance(value, Tensor) and value.is_floating_point() else lone(value, point)
+        if run.differentiates and point == self._graph.embed:
+            tensor = run.first(tensor)
+        run.keep(point, tensor)
+        if run.differentiates and point in self._consumers:
+            tensor = run.read(point, tensor)
+        return None if tensor is old else _with_tensor(value, old, tensor)
+
+    def recorded(self, given: Any) -> dict[str, Tensor]:
+        """Return the values of the senders in a run."""
+        args, kwargs = arguments(given)
+        run = self._run = _Run()
+        try:
+            with torch.inference_mode(mode=False), torch.no_grad():
+                self._model(*args, **kwargs)
+        finally:
+            self._run = None
+        run.check(self._graph.points)
+        return (
+            run.kept(self._graph.points)
+            if run.is_whole()
+            else recorded(self._model, self._graph, given, lambda _output: 0.0)[0]
+        )
+
+    def differentiated(self, given: Any, metric: Metric, way: Tensor | None = None) -> Differentiated:
+        """Run the model forward and backward. ``way``: what the first sender writes instead of its own value."""
+        args, kwargs = arguments(given)
+        if not self._reads:  # The other runs need the senders only.
+            self._reads = True
+            graph = self._graph
+            others = dict.fromkeys((*graph.streams, *graph.consumers))
+            self._open(self._sessions, tuple(point for point in others if point not in graph.points))
+        run = self._run = _Run(way, differentiates=True)
+        try:
+            # Parameters get no gradients here: the backward pass ends at the consumers.
+            with torch.inference_mode(mode=False), torch.enable_grad():
+                value, alone = _number(metric, self._model(*args, **kwargs))
+                run.check(self._graph.valued)
+                found = run.gradients(value)
+        finally:
+            self._run = None
         if found is not None:
-            return Differentiated({point: value.detach() for point, value in run.values.items()}, found)
-        return _recorded(model, graph, given, metric, way)
+            return Differentiated(run.kept(self._graph.valued), found, alone)
+        with torch.inference_mode(mode=False), torch.enable_grad():
+            return _recorded(self._model, self._graph, given, metric, way)
+
+
+def _selectors(model: nn.Module, points: Sequence[str]) -> tuple[str, ...]:
+    """Return selectors of some points: a glob for those whose addresses differ in numbers only, if it has no others.
+
+    A session with few globs is opened faster than one with many addresses.
+    """
+    found: dict[str, list[str]] = {}
+    for point in points:
+        plain = _PLAIN.fullmatch(point) is not None
+        found.setdefault(_NUMBER.sub("*", point) if plain else point, []).append(point)
+    selectors: list[str] = []
+    for glob, alike in found.items():
+        is_same = len(alike) > 1 and {str(point) for point in th.points(model, glob)} == set(alike)
+        selectors += [glob] if is_same else alike
+    return tuple(selectors)
 
 
 class _Run:
     """The values of one run. Each consumer gets a view of its own, so that the gradient there is that of its use."""
 
-    def __init__(self, graph: Graph, way: Tensor | None) -> None:
-        self._embed, self._way, self._consumers = graph.embed, way, frozenset(graph.consumers)
-        self.points = dict.fromkeys((graph.embed, *graph.points, *graph.streams, *graph.consumers))
-        self.values: dict[str, Tensor] = {}
+    def __init__(self, way: Tensor | None = None, *, differentiates: bool = False) -> None:
+        self._way, self.differentiates = way, differentiates
+        self._values: dict[str, Tensor] = {}
         self._versions: dict[str, int] = {}
         self._views: dict[str, Tensor] = {}
+        self._again = False
+        self._over = False
 
-    def at(self, point: str) -> Callable[[Any], Any]:
-        """Return the edit of a point."""
+    def keep(self, point: str, tensor: Tensor) -> None:
+        """Keep the value at a point. In a recomputation, nothing is kept."""
+        if not self._over:
+            self._again = self._again or point in self._values
+            self._values[point] = tensor
+            self._versions[point] = -1 if tensor.is_inference() else tensor._version
 
-        def edit(value: Any) -> Any:
-            tensor = old = lone(value, point)
-            if point == self._embed:
-                tensor = self._first(tensor)
-            self.values.setdefault(point, tensor)
-            self._versions.setdefault(point, tensor._version)
-            if point in self._consumers:
-                tensor = tensor.view_as(tensor)
-                self._views.setdefault(point, tensor)
-            return None if tensor is old else _with_tensor(value, old, tensor)
-
-        return edit
-
-    def _first(self, tensor: Tensor) -> Tensor:
+    def first(self, tensor: Tensor) -> Tensor:
         """Return what the first sender writes, with a graph: the parameters before it may be frozen."""
         if self._way is not None:
             return self._way.detach().requires_grad_().clone()
         return tensor if tensor.requires_grad else tensor + torch.zeros_like(tensor).requires_grad_()
+
+    def read(self, point: str, tensor: Tensor) -> Tensor:
+        """Return what a consumer gets: a view."""
+        if not self._over and not torch.is_grad_enabled():
+            raise th.RecipeError(DISABLED.format(point=point))
+        view = tensor.view_as(tensor)
+        if not self._over:
+            self._views[point] = view
+        return view
+
+    def check(self, points: Iterable[str]) -> None:
+        """Raise if the run did not reach a point."""
+        missed = next((point for point in points if point not in self._values), None)
+        if missed is not None:
+            raise th.NeverReached(MISSED.format(point=missed))
+
+    def is_whole(self) -> bool:
+        """Return whether each point was reached once, and no value has changed in place since."""
+        values = self._values.items()
+        return not self._again and all(
+            not tensor.is_inference() and tensor._version == self._versions[point] for point, tensor in values
+        )
+
+    def kept(self, points: Iterable[str]) -> dict[str, Tensor]:
+        """Return the values at some points."""
+        return {point: self._values[point].detach() for point in points}
 
     def gradients(self, value: Tensor) -> dict[str, Tensor] | None:
         """Return the gradients of a metric, or None if they or the values cannot be found in this way.
 
         A value may change in place later, and a run under activation checkpoints has another graph.
         """
-        if any(tensor._version != self._versions[point] for point, tensor in self.values.items()):
-            return None
-        if not all(view.requires_grad for view in self._views.values()):
+        self._over = True
+        if not self.is_whole() or not all(view.requires_grad for view in self._views.values()):
             return None
         found: Any = torch.autograd.grad(value, list(self._views.values()), allow_unused=True)  # None without a path.
         return {point: each for point, each in zip(self._views, found, strict=True) if each is not None}
 
 
-def _number(metric: Metric, output: Any) -> Tensor:
-    value = measured(metric, output, next(iter(_leading(output)), 1)).sum()
+def _number(metric: Metric, output: Any) -> tuple[Tensor, bool]:
+    """Return the sum of the metric over the examples, and whether it is one number for all of them."""
+    found = measured(metric, output, next(iter(_leading(output)), 1))
+    value = found.sum()
     if not value.requires_grad:
         raise th.RecipeError(CONSTANT.format(value=f"{value.item():.4g}"))
-    return value
+    return value, found.numel() == 1
 
 
 def _leading(output: Any) -> Iterator[int]:
@@ -151,9 +276,10 @@ def _recorded(model: nn.Module, graph: Graph, given: Any, metric: Metric, way: T
         th.record(model, *kept) as values,
         th.record(model, *graph.consumers, grad=True) as tape,
     ):
-        tape.backward(_number(metric, model(*args, **kwargs)))
+        value, alone = _number(metric, model(*args, **kwargs))
+        tape.backward(value)
     gradients = {point: lone(tape.grad[point], point) for point in graph.consumers if point in tape.grad}
-    return Differentiated({point: lone(values[point], point) for point in kept}, gradients)
+    return Differentiated({point: lone(values[point], point) for point in kept}, gradients, alone)
 
 
 def _leaf(tensor: Tensor) -> Tensor:

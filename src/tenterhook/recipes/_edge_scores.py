@@ -12,33 +12,41 @@ import tenterhook as th
 from tenterhook._text import counted
 from tenterhook.recipes._edge_batch import Patches
 from tenterhook.recipes._edge_products import differences, products
-from tenterhook.recipes._edge_runs import differentiated, floating, measured, recorded
+from tenterhook.recipes._edge_runs import Runs, floating, measured
 from tenterhook.recipes._inputs import arguments, restful
 from tenterhook.recipes._residual import Graph, first_tensor
 
 __all__ = ["exact_scores", "gradient_scores"]
 
 Metric = Callable[[Any], Any]
+OVERWRITTEN = (
+    "{point!r} has a value in memory that the model uses again: the run of one input overwrites what the run of the "
+    "other has written. Choose a point that returns a new tensor."
+)
 
 
-def gradient_scores(
-    model: nn.Module, graph: Graph, start: Any, source: dict[str, Tensor], metric: Metric, steps: int
-) -> Tensor:
+def gradient_scores(runs: Runs, graph: Graph, source: Any, start: Any, metric: Metric, steps: int) -> Tensor:
     """Return the scores ``[example, sender, receiver]``: the change of each sender times the gradient of each receiver.
 
-    ``start``: the input whose run is changed. ``source``: the values of the senders in the other run. With ``steps``,
-    the gradient is the average on the way of the first sender from one run to the other.
+    ``source``: the input whose values the senders get. ``start``: the input whose run is changed. With ``steps``, the
+    gradient is the average on the way of the first sender from one run to the other.
     """
+    values = runs.recorded(source)
+    versions = {point: value._version for point, value in values.items()}
     if not steps:
-        run = differentiated(model, graph, start, metric)
-        return products(graph, run.gradients, run.values, differences(graph, source, run.values))
-    base = recorded(model, graph, start, metric)[0]
-    change, total = differences(graph, source, base), torch.zeros(())
-    for part in range(steps):
-        way = torch.lerp(base[graph.embed], source[graph.embed], (part + 0.5) / steps)
-        run = differentiated(model, graph, start, metric, way)
-        total = total.to(change.device) + products(graph, run.gradients, run.values, change) / steps
-    return total
+        run = runs.differentiated(start, metric)
+        total = products(graph, run.gradients, run.values, differences(graph, values, run.values))
+    else:
+        base = runs.recorded(start)
+        change, total = differences(graph, values, base), torch.zeros(())
+        for part in range(steps):
+            way = torch.lerp(base[graph.embed], values[graph.embed], (part + 0.5) / steps)
+            run = runs.differentiated(start, metric, way)
+            total = total.to(change.device) + products(graph, run.gradients, run.values, change) / steps
+    for point, version in versions.items():
+        if values[point]._version != version:
+            raise th.RecipeError(OVERWRITTEN.format(point=point))
+    return total.sum(0, keepdim=True) if run.alone else total
 
 
 # -- exact -------------------------------------------------------------------------------------------------------------

@@ -68,12 +68,13 @@ class _Search:
         """Return the metric after the removal of the first waiting edge, of the first two, and so on."""
         task, receiver = self._task, self._task.graph.receivers[place]
         added = self._change[waiting].cumsum(0) + (self._change[gone].sum(0) if gone else 0)
-        values = through_norm(task.graph, place, self._before[receiver.stream] + added)
+        before = self._before[receiver.stream]
+        values = through_norm(task.graph, place, before + added.reshape(-1, *before.shape))
         later = patched.clone()
         later[:, place] = False
         edits = patching_edits(task.graph, later, self._other_value, known=(self._own | self._before, receiver.senders))
         args, kwargs = arguments(task.pairs[0][0])
-        examples = values.shape[1]
+        examples = added.shape[1]
         cases = [case(receiver, value) for value in values]
 
         def metric(output: Any) -> Tensor:

@@ -6,6 +6,7 @@ the sum of what the senders before it have written.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -13,36 +14,52 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["TOLERANCE", "Graph", "Group", "Receiver", "Sender", "first_tensor", "weight_of"]
+__all__ = [
+    "TOLERANCE",
+    "Graph",
+    "Group",
+    "Receiver",
+    "Sender",
+    "channels_of_all",
+    "first_tensor",
+    "shaped",
+    "weight_of",
+]
 
 TOLERANCE = {torch.float64: 1e-8, torch.float32: 2e-3, torch.float16: 3e-2, torch.bfloat16: 1e-1}
 
 
 @dataclass(frozen=True)
 class Sender:
-    """A part that writes to the stream: the value at ``point``, or what one head makes of it by ``projection``."""
+    """A part that writes to the stream: the value at ``point``, or what one head makes of it by ``projection``.
+
+    The model multiplies it by ``scale`` before it adds it.
+    """
 
     name: str
     point: str
     head: int | None = None
     heads: int = 1
     projection: nn.Module | None = None
+    scale: float = 1.0
 
     def written(self, value: Tensor) -> Tensor:
         """Return what the sender writes, given the value at its point."""
-        if self.head is None or self.projection is None:
-            return value
-        weight = weight_of(self.projection)
-        size = weight.shape[1] // self.heads
-        part = slice(self.head * size, (self.head + 1) * size)
-        return value[..., part] @ weight[:, part].T
+        found = value
+        if self.head is not None and self.projection is not None:
+            weight = weight_of(self.projection).to(value.dtype)
+            size = weight.shape[1] // self.heads
+            part = slice(self.head * size, (self.head + 1) * size)
+            found = value[..., part] @ weight[:, part].T
+        return found if self.scale == 1 else found * self.scale
 
     def write_heads(self, value: Tensor, out: Tensor) -> None:
         """Compute what each head of the layer writes, ``[head, ...]``, given the value at the point of one of them."""
         assert self.projection is not None  # noqa: S101  Only heads have one.
         weight = weight_of(self.projection).unflatten(1, (self.heads, -1)).permute(1, 2, 0)  # [head, size, out]
+        weight = weight if self.scale == 1 else weight * self.scale
         own = value.unflatten(-1, (self.heads, -1)).flatten(0, -3).transpose(0, 1)
-        torch.bmm(own, weight, out=out.view(self.heads, -1, out.shape[-1]))
+        torch.bmm(own.to(out.dtype), weight.to(out.dtype), out=out.view(self.heads, -1, out.shape[-1]))
 
 
 @dataclass(frozen=True)
@@ -76,28 +93,20 @@ class Group:
     channels: Tensor
     """the channels of each receiver, ``[receiver, channel]``"""
 
-    @property
-    def columns(self) -> slice | list[int]:
-        """The places as an index. A slice needs no copy to a GPU."""
-        first, last = self.places[0], self.places[-1]
-        return slice(first, last + 1) if self.places == list(range(first, last + 1)) else self.places
-
     def channels_of(self, value: Tensor, dimension: int) -> Tensor:
         """Return the channels of each receiver in a dimension, which becomes two: the receivers and their channels."""
-        first = self._first
-        if first is not None:
-            found: Tensor = value.narrow(dimension, first, self.channels.numel())
+        if self.is_range:
+            found: Tensor = value.narrow(dimension, int(self.channels[0, 0]), self.channels.numel())
         else:
             found = value.index_select(dimension, self.channels.flatten().to(value.device))
         shape = *value.shape[:dimension], *self.channels.shape, *value.shape[dimension + 1 :]
         return found.reshape(shape)
 
     @cached_property
-    def _first(self) -> int | None:
-        """The first channel, if the channels of all receivers are one range. Its part of a value needs no copy."""
+    def is_range(self) -> bool:
+        """True if the channels of all receivers are one range. Its part of a value needs no copy."""
         flat = self.channels.flatten()
-        first = int(flat[0]) if len(flat) else 0
-        return first if torch.equal(flat, torch.arange(first, first + len(flat))) else None
+        return bool(len(flat)) and torch.equal(flat, torch.arange(int(flat[0]), int(flat[0]) + len(flat)))
 
 
 @dataclass(frozen=True)
@@ -145,6 +154,51 @@ class Graph:
     def streams(self) -> tuple[str, ...]:
         """The points where the stream is read, each once."""
         return tuple(dict.fromkeys(receiver.stream for receiver in self.receivers))
+
+    @cached_property
+    def valued(self) -> tuple[str, ...]:
+        """The points of the senders and of the streams, each once."""
+        return tuple(dict.fromkeys((*self.points, *self.streams)))
+
+    @cached_property
+    def _on_devices(self) -> dict[Any, Tensor]:
+        return {}
+
+    @cached_property
+    def _selectors(self) -> dict[tuple[str, ...], tuple[str, ...]]:
+        return {}
+
+    def selectors(self, points: tuple[str, ...], find: Callable[[], tuple[str, ...]]) -> tuple[str, ...]:
+        """Return the selectors of some points, which are found once."""
+        if points not in self._selectors:
+            self._selectors[points] = find()
+        return self._selectors[points]
+
+    def index(self, places: Sequence[int], device: torch.device) -> Tensor:
+        """Return places as a tensor on a device. It is kept, because a copy to a GPU waits for all of its work."""
+        key = device, tuple(places)
+        if key not in self._on_devices:
+            self._on_devices[key] = torch.tensor(places, device=device)
+        return self._on_devices[key]
+
+    def existing(self, device: torch.device) -> Tensor:
+        """Return which edges exist, on a device."""
+        if device not in self._on_devices:
+            self._on_devices[device] = self.exists.to(device)
+        return self._on_devices[device]
+
+
+def channels_of_all(groups: Sequence[Group], values: Tensor) -> Tensor:
+    """Return the channels of the receivers of several groups: ``[group, position, receiver, channel]``."""
+    first = groups[0]
+    if all(group.is_range and torch.equal(group.channels, first.channels) for group in groups):
+        return first.channels_of(values, 2)
+    return torch.stack([group.channels_of(each, 1) for group, each in zip(groups, values, strict=True)])
+
+
+def shaped(value: Tensor, like: Tensor) -> Tensor:
+    """Return a value in the shape of another. Some models flatten the stream: its rows are then positions."""
+    return value if value.shape[1:] == like.shape[1:] else value.reshape(-1, *like.shape[1:])
 
 
 def weight_of(projection: nn.Module) -> Tensor:

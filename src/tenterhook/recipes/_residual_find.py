@@ -1,21 +1,21 @@
-"""The search for the graph of a residual model: in the layers of a transformer, or from nodes that the caller names.
-
-The graph is checked with two runs: the change of the stream between them must be the sum of the changes of the senders.
-"""
+"""The search for the graph of a residual model: in the layers of a transformer, or from nodes that the caller names."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Literal
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor, nn
 
 import tenterhook as th
 from tenterhook.recipes._inputs import arguments, lone
-from tenterhook.recipes._residual import TOLERANCE, Graph, Receiver, Sender, first_tensor, weight_of
+from tenterhook.recipes._residual import TOLERANCE, Graph, Receiver, Sender, first_tensor
+from tenterhook.recipes._residual_check import checked, wide
+from tenterhook.recipes._residual_heads import Layout, cores, layout_of
 
 __all__ = ["Nodes", "graph_of"]
 
@@ -26,51 +26,65 @@ NO_LAYERS = (
     "the layers of {kind} are not known. Give the nodes: nodes={{'embed': (None, 'embed'), 'mlp': ('mlp:in', 'mlp'), "
     "'out': ('head:in', None)}}, each with the point where it reads the stream and the point whose value it adds."
 )
-NOT_A_SUM = (
-    "the stream that {receiver!r} reads at {stream!r} is not the sum of what the nodes before it write: the change "
-    "between the two inputs differs by {gap:.2g} (relative). Something else writes to it ({senders} were counted), or "
-    "scales it. {fix}"
+NORM_AFTER_SUM = (
+    "the output of {layer!r} is that of {norm!r}: this model normalises after each addition (as BERT does), so its "
+    "stream is not the sum of what its parts write. Each norm rescales what all earlier parts have written by a number "
+    "that depends on all of them, and an edge from one part to another has no value of its own. Patch whole outputs "
+    "instead: th.recipes.patching."
 )
-NOT_OF_SHAPE = (
-    "the stream that {receiver!r} reads at {stream!r} has shape {shape}, and the nodes before it ({senders}) write "
-    "{written}. The model reshapes its stream, or this is another value. {fix}"
-)
-ADD_A_NODE = "Name every module that writes to the stream in nodes=."
-USE_LAYERS = "The heads of this model cannot be separated; use nodes='layers'."
 NO_HEADS = "the attention {attention!r} cannot be separated into heads: {why}. Use nodes='layers'."
 
-_known: WeakKeyDictionary[nn.Module, dict[Any, Graph]] = WeakKeyDictionary()
+_known: WeakKeyDictionary[nn.Module, dict[str, tuple[_State, Graph]]] = WeakKeyDictionary()
 
 
 def graph_of(
-    model: nn.Module, clean: Any, corrupt: Any, nodes: Nodes, check: Callable[[Graph], None]
-) -> Graph:  # fmt: skip
+    model: nn.Module, modules: list[nn.Module], pair: tuple[Any, Any], nodes: Nodes, check: Callable[[Graph], None]
+) -> Graph:
     """Return the graph of a model, found and checked with two inputs.
 
     The graph of a transformer is found once, until the model changes. ``check`` raises if the graph is not that of the
     model.
     """
+    clean, corrupt = pair
     given: Any = nodes
-    if isinstance(given, str):
-        if given not in ("heads", "layers"):
-            raise th.RecipeError(f"nodes= is 'heads', 'layers' or a dict of nodes; got {given!r:.40}")
-        known, key = _known.setdefault(model, {}), (given, _state(model))
-        if key not in known:
-            found = _checked(model, _transformer(model, clean, heads=given == "heads"), clean, corrupt)
-            check(found)
-            for old in [each for each in known if each[0] == given]:
-                del known[old]
-            known[key] = found
-        return known[key]
-    found = _checked(model, _given(model, clean, given), clean, corrupt)
-    check(found)
-    return found
+    if not isinstance(given, str):
+        found = checked(model, _given(model, clean, given), clean, corrupt)
+        check(found)
+        return found
+    if given not in ("heads", "layers"):
+        raise th.RecipeError(f"nodes= is 'heads', 'layers' or a dict of nodes; got {given!r:.40}")
+    known = _known.setdefault(model, {})
+    if given not in known or not known[given][0].holds(modules):
+        known.pop(given, None)
+        found = checked(model, _transformer(model, clean, heads=given == "heads"), clean, corrupt)
+        check(found)
+        known[given] = _State(modules), found
+    return known[given][1]
 
 
-def _state(model: nn.Module) -> tuple[int, int]:
-    """Return what changes if modules of the model are replaced, or its parameters change: its graph may change too."""
-    versions = sum(each._version for each in model.parameters() if not each.is_inference())
-    return hash(tuple(map(id, model.modules()))), versions
+class _State:
+    """The modules of a model and its parameters with their versions. If they change, its graph may change too."""
+
+    def __init__(self, modules: list[nn.Module]) -> None:
+        self._modules = list(map(ref, modules))
+        self._owned = [
+            (ref(module), name, ref(each), _version(each))
+            for module in modules for name, each in module.named_parameters(recurse=False)
+        ]  # fmt: skip
+
+    def holds(self, modules: list[nn.Module]) -> bool:
+        """Return whether nothing has changed."""
+        if [each() for each in self._modules] != modules:
+            return False
+        for module, name, known, version in self._owned:
+            now = getattr(module(), name, None)
+            if now is not known() or _version(now) != version:
+                return False
+        return True
+
+
+def _version(parameter: Any) -> int:
+    return -1 if parameter.is_inference() else parameter._version
 
 
 def _is_linear(module: nn.Module) -> bool:
@@ -98,21 +112,22 @@ def _transformer(model: nn.Module, given: Any, *, heads: bool) -> Graph:
     layers = _layers(model)
     inside = [path for layer in layers for path in _candidates(model, layer)]
     attentions = [_attention(model, layer) for layer in layers]
-    if heads and not all(attentions):
-        layer = layers[attentions.index("")]
-        raise th.RecipeError(NO_HEADS.format(attention=layer, why="it has no call that computes heads"))
     wanted = [f"{path}{end}" for path in inside for end in ("", ":in")]
     parts = [_path(model, f"{layer}@{name}") for layer in layers for name in ("attn_out", "mlp_out")]
     wanted += [f"{path}{end}" for path in (*parts, *map(_mlp_input, parts)) for end in ("", ":in")]
     whole = [_whole_attention(model, *each) for each in zip(layers, attentions, strict=True)]
     wanted += [f"{path}:in" for path in whole]
     ends = _norms_after(model, layers)
-    wanted += [f"{layers[-1]}@resid", *(f"{norm}:in" for norm in ends)]
-    wanted += [f"{path}@{name}" for path in attentions for name in "qkv"] if heads else []
+    wanted += [*(f"{layer}@resid" for layer in layers), *(f"{norm}:in" for norm in ends)]
+    wanted += [f"{path}@{name}" for path in attentions if path for name in "qkv"] if heads else []
     args, kwargs = arguments(given)
     with torch.no_grad(), th.record(model, *dict.fromkeys(wanted)) as tape:
         model(*args, **kwargs)
     found = _Builder(model, tape, heads=heads)
+    found.refuse_norms_after_sums(layers)
+    if heads and not all(attentions):
+        own = {layer: path for layer, path, known in zip(layers, whole, attentions, strict=True) if not known}
+        found.find_heads(own, given)
     embed = f"{layers[0]}@resid_pre"
     found.senders.append(Sender("embed", embed))
     for number, (layer, attention) in enumerate(zip(layers, attentions, strict=True)):
@@ -169,24 +184,80 @@ class _Builder:
         self.model, self.tape, self.heads = model, tape, heads
         self.senders: list[Sender] = []
         self.receivers: list[Receiver] = []
+        self._layouts: dict[str, Layout] = {}
+
+    def find_heads(self, attentions: Mapping[str, str], given: Any) -> None:
+        """Find the heads of attentions that compute them in code of their own. ``attentions``: by layer."""
+        projections = [self._reading(attention) for attention in attentions.values()]
+        results = [f"{_path(self.model, f'{layer}@attn_out')}:in" for layer in attentions]
+        made = cores(self.model, given, projections, results)
+        for (layer, attention), core in zip(attentions.items(), made, strict=True):
+            layout = layout_of(*core)
+            if isinstance(layout, str):
+                raise th.RecipeError(NO_HEADS.format(attention=attention, why=layout))
+            self._layouts[layer] = layout
+
+    def _reading(self, attention: str) -> list[str]:
+        """Return the linear layers that read the input of an attention."""
+        arrives = lone(self.tape[f"{attention}:in"], attention)
+        inside = (f"{attention}.{name}" for name, _ in self.model.get_submodule(attention).named_modules() if name)
+        return [
+            path for path in inside
+            if _is_linear(module := self.model.get_submodule(path))
+            and _same(given := lone(self.tape[f"{path}:in"], path), arrives)
+            and _is_exact(module, given, lone(self.tape[path], path))
+        ]  # fmt: skip
 
     def layer(self, number: int, layer: str, attention: str) -> None:
         """Add the attention and the MLP of a layer."""
         written, mlp = (_path(self.model, f"{layer}@{name}") for name in ("attn_out", "mlp_out"))
-        before = len(self.senders)
+        before, first = len(self.senders), len(self.receivers)
         if self.heads:
             self._heads(number, layer, attention, written, before)
         else:
             name, reads = f"attn{number}", self._reader(layer, _whole_attention(self.model, layer, attention))
             self.senders.append(Sender(name, self._after(layer, written)))
             self.receivers.append(Receiver(name, *reads, before, (name,)))
-        reads = self._reader(layer, _mlp_input(mlp))
-        first = self.receivers[-1]
-        alike = torch.equal(lone(self.tape[reads[0]], mlp), lone(self.tape[first.stream], layer))
-        name = f"mlp{number}"
+        name, reads = f"mlp{number}", self._reader(layer, _mlp_input(mlp))
+        stream = self.receivers[-1].stream
+        start, middle, end = (first_tensor(self.tape[point]) for point in (stream, reads[0], f"{layer}@resid"))
         # Where attention and MLP are parallel, both read the same stream.
-        self.receivers.append(Receiver(name, *reads, first.senders if alike else len(self.senders), (name,)))
+        alike = torch.equal(middle, start)
+        self.receivers.append(Receiver(name, *reads, before if alike else len(self.senders), (name,)))
         self.senders.append(Sender(name, self._after(layer, mlp)))
+        if not alike:
+            self.senders[before:-1] = self._as_added(self.senders[before:-1], start, middle)
+            self.senders[-1:] = self._as_added(self.senders[-1:], middle, end)
+        if reads[0] != stream:
+            self.receivers[first:] = map(_before_its_norm, self.receivers[first:])
+
+    def _as_added(self, senders: list[Sender], before: Tensor, after: Tensor) -> list[Sender]:
+        """Return the senders of one module with the scale with which its output is added to the stream.
+
+        Some modules add the stream to their output by themselves. Their last linear layer is then what writes.
+        """
+        first = senders[0]
+        if first.head is not None:
+            end = first.point.removesuffix(":in")
+            scale = _scale(lone(self.tape[end], end), before, after)
+            return senders if scale is None else [replace(each, scale=scale) for each in senders]
+        end = first.point
+        inside = [path for path in self.tape if path.startswith(f"{end}.") and not path.endswith(":in")]
+        linear = [path for path in inside if _is_linear(self.model.get_submodule(path))]
+        for path in (end, *reversed(linear)):
+            scale = _scale(lone(self.tape[path], path), before, after)
+            if scale is not None:
+                return [replace(first, point=path, scale=scale)]
+        return senders
+
+    def refuse_norms_after_sums(self, layers: Sequence[str]) -> None:
+        """Raise if the output of a layer is that of a norm."""
+        for layer in layers:
+            end = first_tensor(self.tape[f"{layer}@resid"])
+            for norm in self._norms(layer):
+                value = lone(self.tape[norm], norm)
+                if value.numel() == end.numel() and torch.equal(value.reshape(end.shape), end):
+                    raise th.RecipeError(NORM_AFTER_SUM.format(layer=layer, norm=norm))
 
     def _heads(self, number: int, layer: str, attention: str, written: str, before: int) -> None:
         projection = self.model.get_submodule(written)
@@ -198,8 +269,9 @@ class _Builder:
         ):
             why = f"{written} is no plain linear layer that writes to the stream"
             raise th.RecipeError(NO_HEADS.format(attention=attention, why=why))
-        counts = {name: self.tape[f"{attention}@{name}"].shape[2] for name in "qkv"}
-        for part, path, channels in self._projected(attention):
+        parts = self._layouts.get(layer) or self._projected(attention)
+        counts = {part: len(channels) for part, (_, channels) in parts.items()}
+        for part, (path, channels) in parts.items():
             projecting = self.model.get_submodule(path)
             stream, _, norm = self._reader(layer, path)
             share = counts["q"] // counts[part]  # The number of heads that share a key and a value.
@@ -211,29 +283,21 @@ class _Builder:
             name = f"attn{number}.{head}"
             self.senders.append(Sender(name, f"{written}:in", head, counts["q"], projection))
 
-    def _projected(self, attention: str) -> list[tuple[str, str, list[tuple[int, ...]]]]:
-        """Return the projections to q, k and v: the part, the path of the module, and the channels of each head."""
-        module = self.model.get_submodule(attention)
+    def _projected(self, attention: str) -> Layout:
+        """Return the projections to q, k and v: the path of the module, and the channels of each head."""
         values = {name: self.tape[f"{attention}@{name}"] for name in "qkv"}
-        names = [name for name, each in module.named_modules() if name and _is_linear(each)]
-        inputs = {name: lone(self.tape[f"{attention}.{name}:in"], name) for name in names}
-        arrives = lone(self.tape[f"{attention}:in"], attention)
-        made = {name: lone(self.tape[f"{attention}.{name}"], name) for name in names}
-        reads = [
-            name for name in names
-            if _same(inputs[name], arrives) and _is_exact(module.get_submodule(name), inputs[name], made[name])
-        ]  # fmt: skip
+        reads = self._reading(attention)
         sizes = {part: (value.shape[2], value.shape[3]) for part, value in values.items()}
         if len(reads) == 1:
-            out = made[reads[0]]
+            out = lone(self.tape[reads[0]], reads[0])
             for layout in (_in_parts(sizes), _in_heads(sizes)):
                 channels = list(itertools.chain(*layout.get("v", [])))
                 fits = bool(channels) and max(channels) < out.shape[-1]
                 if fits and _same(out[..., channels], values["v"].flatten(2)):
-                    return [(part, f"{attention}.{reads[0]}", layout[part]) for part in "qkv"]
-        by_letter = {name.rpartition(".")[2].lstrip("w_")[:1]: f"{attention}.{name}" for name in reads}
+                    return {part: (reads[0], layout[part]) for part in "qkv"}
+        by_letter = {path.rpartition(".")[2].lstrip("w_")[:1]: path for path in reads}
         if len(reads) == 3 and set(by_letter) == set("qkv"):  # noqa: PLR2004
-            return [(part, by_letter[part], _in_parts({part: sizes[part]})[part]) for part in "qkv"]
+            return {part: (by_letter[part], _in_parts({part: sizes[part]})[part]) for part in "qkv"}
         raise th.RecipeError(NO_HEADS.format(attention=attention, why="its projections to q, k and v are not known"))
 
     def _reader(self, layer: str, path: str) -> tuple[str, str, nn.Module | None]:
@@ -255,6 +319,26 @@ class _Builder:
     def _norms(self, layer: str) -> list[str]:
         below = _candidates(self.model, layer)
         return [path for path in below if not _is_linear(self.model.get_submodule(path))][:FEW]
+
+
+def _scale(value: Tensor, before: Tensor, after: Tensor) -> float | None:
+    """Return the number with which a value is added to the stream, or None if it is not what was added."""
+    if value.numel() != after.numel() or before.numel() != after.numel() or value.shape[-1] != after.shape[-1]:
+        return None
+    one, other = wide(value).flatten(), wide(after).flatten() - wide(before).flatten()
+    scale = float(one @ other / (one @ one).clamp_min(1e-30))
+    rest = float((other - scale * one).norm())
+    if rest > 4 * torch.finfo(after.dtype).eps * float(wide(after).norm()):
+        return None
+    # A scale that differs from 1 by no more than the rounding of the sum is 1.
+    return 1.0 if abs(scale - 1) * float(one.norm()) <= 4 * rest + 1e-30 else scale
+
+
+def _before_its_norm(receiver: Receiver) -> Receiver:
+    """Return a receiver that is patched before its norm, if it is a whole module: no other receiver reads that norm."""
+    if receiver.projection is not None:
+        return receiver
+    return replace(receiver, consumer=receiver.stream, norm=None)
 
 
 def _mlp_input(path: str) -> str:
@@ -305,6 +389,7 @@ def _given(model: nn.Module, inputs: Any, nodes: Any) -> Graph:
     """Return the graph of nodes that the caller names, in the order in which they run."""
     if not isinstance(nodes, Mapping) or not all(isinstance(each, tuple) and len(each) == 2 for each in nodes.values()):  # noqa: PLR2004
         raise th.RecipeError(f"nodes= is a dict of name to (reads, writes), two addresses or None; got {nodes!r:.80}")
+    nodes = {name: tuple(_canonical(model, point) for point in pair) for name, pair in nodes.items()}
     points = [point for pair in nodes.values() for point in pair if point is not None]
     order: list[str] = []
     args, kwargs = arguments(inputs)
@@ -331,63 +416,13 @@ def _given(model: nn.Module, inputs: Any, nodes: Any) -> Graph:
     return Graph(tuple(senders), tuple(receivers), senders[0].point)
 
 
+def _canonical(model: nn.Module, point: str | None) -> str | None:
+    """Return a point under the address that sessions report."""
+    return None if point is None else str(th.points(model, point)[0])
+
+
 def _noting(order: list[str], point: str) -> Any:
     def note(_value: Any) -> None:
         order.append(point)
 
     return note
-
-
-# -- the check ---------------------------------------------------------------------------------------------------------
-
-
-def _checked(model: nn.Module, graph: Graph, clean: Any, corrupt: Any) -> Graph:
-    """Return the graph if the stream at each receiver changes by the sum of the changes of its senders."""
-    changes: dict[str, Tensor] = {}
-    for sign, given in ((1, clean), (-1, corrupt)):
-        args, kwargs = arguments(given)
-        with torch.no_grad(), th.record(model, *dict.fromkeys((*graph.points, *graph.streams))) as tape:
-            model(*args, **kwargs)
-        for point in (*graph.points, *graph.streams):
-            value = _wide(lone(tape[point], point))
-            changes[point] = changes.get(point, torch.zeros_like(value)) + sign * value
-    total: Any = 0.0
-    counted = 0
-    for receiver in sorted(graph.receivers, key=lambda each: each.senders):
-        for sender in graph.senders[counted : receiver.senders]:
-            total = total + _written_wide(sender, changes[sender.point])
-        counted = receiver.senders
-        change = changes[receiver.stream]
-        _compare(graph, receiver, total, change, next((each.dtype for each in model.parameters()), change.dtype))
-    return graph
-
-
-def _compare(graph: Graph, receiver: Receiver, total: Any, change: Tensor, dtype: torch.dtype) -> None:
-    plain = next((sender.projection for sender in graph.senders if sender.projection is not None), None)
-    names, fix = _names(graph.senders[: receiver.senders]), USE_LAYERS if plain is not None else ADD_A_NODE
-    if isinstance(total, Tensor) and total.shape != change.shape:
-        shapes = {"shape": list(change.shape), "written": list(total.shape)}
-        where = {"receiver": receiver.name, "stream": receiver.stream, "senders": names}
-        raise th.RecipeError(NOT_OF_SHAPE.format(**shapes, **where, fix=ADD_A_NODE))
-    gap = float((total - change).norm() / change.norm().clamp_min(1e-30))
-    if not gap <= TOLERANCE.get(dtype, 1e-1) and float(change.norm()) > 0:
-        text = NOT_A_SUM.format(receiver=receiver.name, stream=receiver.stream, gap=gap, senders=names, fix=fix)
-        raise th.RecipeError(text)
-
-
-def _written_wide(sender: Sender, change: Tensor) -> Tensor:
-    if sender.projection is None:
-        return change
-    weight = _wide(weight_of(sender.projection))
-    size = weight.shape[1] // sender.heads
-    part = slice((sender.head or 0) * size, ((sender.head or 0) + 1) * size)
-    return change[..., part] @ weight[:, part].T
-
-
-def _wide(value: Tensor) -> Tensor:
-    return value.detach().to(torch.promote_types(value.dtype, torch.float32))
-
-
-def _names(senders: Sequence[Sender]) -> str:
-    shown = ", ".join(sender.name for sender in senders[:4])
-    return f"{shown} …" if len(senders) > 4 else shown or "none"  # noqa: PLR2004

@@ -34,7 +34,7 @@ from tenterhook.recipes._circuit_task import (
     place_of,
 )
 from tenterhook.recipes._edge_products import differences
-from tenterhook.recipes._edge_runs import recorded
+from tenterhook.recipes._edge_runs import Runs, recorded
 from tenterhook.recipes._edge_scores import exact_scores, gradient_scores
 from tenterhook.recipes._figures import Pictured
 from tenterhook.recipes._greedy import removed
@@ -339,25 +339,27 @@ def edges(  # noqa: PLR0913
         raise th.RecipeError(f"steps= is a positive int; got {steps!r:.40}")
     if not callable(metric):
         raise th.RecipeError(f"metric= is a function of the model's output; got {metric!r:.40}")
-    restful(model)
+    modules = list(model.modules())
+    if any([module.training for module in modules]):  # noqa: C419  A list is faster, and a model may have thousands.
+        restful(model)
     pairs = pairs_of(clean, corrupt)
-    task = Task(model, pairs, metric, graph_for(model, pairs[0], nodes))
+    task = Task(model, pairs, metric, graph_for(model, pairs[0], nodes, modules))
     wanted = task.graph.exists if only is None else chosen(task.graph, only, method)
     found: list[Tensor] = []
     how: tuple[str, ...] = ()
-    for pair in pairs:
-        source, base = pair if mode == "denoise" else (pair[1], pair[0])
-        values, number = recorded(model, task.graph, source, metric)
-        if method == "exact":
-            change = differences(task.graph, values, recorded(model, task.graph, base, metric)[0])
+    ways = [pair if mode == "denoise" else pair[::-1] for pair in pairs]
+    if method == "exact":
+        for source, base in ways:
+            ends = [recorded(model, task.graph, given, metric)[0] for given in (source, base)]
             scores, how = exact_scores(
-                model, task.graph, base, change, metric, wanted=wanted, batch=batch, progress=progress
-            )
-        else:
-            scores = gradient_scores(model, task.graph, base, values, metric, steps if method == "eap-ig" else 0)
-            if number.numel() == 1:  # The metric is one number, to which every example contributes.
-                scores = scores.sum(0, keepdim=True)
-        found.append(scores)
+                model, task.graph, base, differences(task.graph, *ends), metric,
+                wanted=wanted, batch=batch, progress=progress,
+            )  # fmt: skip
+            found.append(scores)
+    else:
+        with Runs(model, task.graph) as runs:
+            parts = steps if method == "eap-ig" else 0
+            found = [gradient_scores(runs, task.graph, source, base, metric, parts) for source, base in ways]
     names = tuple(sender.name for sender in task.graph.senders)
     heard = tuple(receiver.name for receiver in task.graph.receivers)
     return Edges(names, heard, torch.cat(found), wanted, method, mode, how, task)
