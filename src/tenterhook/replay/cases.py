@@ -100,11 +100,11 @@ class Prepared:
     index: int
     case: Case
     edits: list[tuple[Point, list[Change]]]
+    key: tuple[tuple[str, int | CallRange | None], ...] = field(init=False)
+    """The edited points. Cases with the same key can run in one batch."""
 
-    @property
-    def key(self) -> tuple[tuple[str, int | CallRange | None], ...]:
-        """The edited points. Cases with the same key can run in one batch."""
-        return tuple((point.address, point.call) for point, _ in self.edits)
+    def __post_init__(self) -> None:
+        self.key = tuple([(point.address, point.call) for point, _ in self.edits])
 
     @property
     def has_effect_on_all_rows(self) -> bool:

@@ -10,6 +10,7 @@ edited point, must give the same result as runs of the whole sequence.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -35,6 +36,7 @@ __all__ = [
     "FEWEST",
     "IDS",
     "SHARE",
+    "EditedRows",
     "Late",
     "NotCausal",
     "PrefixInputs",
@@ -44,7 +46,7 @@ __all__ = [
     "changed_before",
     "each_case",
     "late_cases",
-    "shifted",
+    "one_case",
     "some_cases",
     "takes_tokens",
     "with_prefix",
@@ -82,6 +84,11 @@ class Late:
     case: Prepared
     start: int
     places: list[tuple[Path, int]]
+
+    @property
+    def kind(self) -> Any:
+        """The edited tensors. Cases of the same kind have one edit for all of them."""
+        return self.case.key, tuple(self.places)
 
 
 # -- which cases -------------------------------------------------------------------------------------------------------
@@ -188,25 +195,40 @@ def shifted(change: Change, place: int, shape: torch.Size, start: int) -> Change
     return as_change(replace(edit, at=tuple(parts), part=None, **more))
 
 
+@dataclass(slots=True)
+class EditedRows:
+    """The rows of a batch that an edit changes, and the tensor: its place in a value, and its whole shape."""
+
+    batch: int
+    first: int
+    rows: int
+    path: Path
+    place: int
+    shape: torch.Size
+    start: int
+
+
 class RowRange(Slices):
     """An edit at one point for the cases in a range of the rows of a batch."""
 
-    def __init__(
-        self, changes: list[list[Change]], batch: int, first: int, rows: int, expected: tuple[Path, int, int]
-    ) -> None:
-        super().__init__(changes, batch)
-        self._first, self._rows = first * batch, rows * batch
-        self._path, self._place, self._length = expected
+    def __init__(self, changes: list[list[Change]], where: EditedRows) -> None:
+        super().__init__(changes, where.batch)
+        self._where = where
 
     def __call__(self, value: Any, context: Context) -> Any:
         self.reached = True
-        tensor = dict(tensors(value)).get(self._path)
-        if tensor is None or tensor.shape[0] != self._rows or tensor.shape[self._place] != self._length:
+        where, tensor = self._where, dict(tensors(value)).get(self._where.path)
+        length = where.shape[where.place] - where.start
+        rows, first = where.rows * where.batch, where.first * where.batch
+        if tensor is None or tensor.shape[0] != rows or tensor.shape[where.place] != length:
             shown = "no such tensor" if tensor is None else list(tensor.shape)
             raise NotCausal(f"the value at {context.address!r} has {shown} in a batch of later positions")
         out = tensor.clone()
-        self._put_all(out[self._first : self._first + len(self._changes) * self._batch], context)
-        return replace_at(value, self._path, out)
+        self._put_all(out[first : first + len(self._changes) * self._batch], context)
+        return replace_at(value, where.path, out)
+
+    def _fitted(self, change: Change) -> Change:
+        return shifted(change, self._where.place, self._where.shape, self._where.start)
 
 
 # -- their inputs ------------------------------------------------------------------------------------------------------
@@ -274,7 +296,7 @@ class PrefixInputs:
         given = self.rest(0, None, times)
         ids, batch = given[IDS], len(self.ids)
         other = self.ids.roll(1, 1).flip(1)[:, start:]  # Tokens of this input, in another order.
-        other = other.where(other != self.ids[:, start:], (other + 1) % max(2, int(self.ids.max()) + 1))
+        other = other.where(other != self.ids[:, start:], (other + 1) % (self.ids.max() + 1).clamp(min=2))
         ids[-batch:, start:] = other
         return given
 
@@ -303,6 +325,11 @@ def each_case(value: Any, count: int) -> list[Any]:
 
 def _part(value: Any, parts: dict[int, tuple[Tensor, ...]], place: int) -> Any:
     return map_tensors(lambda tensor: parts[id(tensor)][place], value)
+
+
+def one_case(value: Any, place: int) -> Any:
+    """Return the output of one case of a result of :func:`by_case`."""
+    return map_tensors(operator.itemgetter(place), value)
 
 
 def with_prefix(unedited: Any, rest: Any, start: int) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import itertools
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -23,6 +24,7 @@ from tenterhook.engine.action import Binding
 from tenterhook.errors import SweepError, SweepInterrupted, TenterhookWarning, UnsupportedTorch
 from tenterhook.record.verb import record
 from tenterhook.replay.batched_cases import BatchedSession, CannotBatch, Slices, examples, parts, room_for, together
+from tenterhook.replay.batched_metric import only_measures
 from tenterhook.replay.call_server import ServedCall
 from tenterhook.replay.cases import Case, Prepared
 from tenterhook.replay.distance import distance
@@ -362,6 +364,19 @@ class Runner:
             found = found.clone()  # A view would keep the whole output alive.
         self.result._found[case.index] = found
         return True
+
+    def keep_all(self, cases: list[Prepared], values: Tensor) -> bool:
+        """Store the metric of some cases, one row for each. Return False if they differ in shape from earlier ones."""
+        rows = values.unbind()
+        if any(each.shape != rows[0].shape for each in itertools.islice(self.result._found.values(), 1)):
+            return False
+        self.result._found.update(zip([each.index for each in cases], rows, strict=True))
+        return True
+
+    def plain_metric(self) -> Callable[[Any], Any] | None:
+        """Return the metric if it only computes a result from an output, and None if it may do more."""
+        plain = not self._with_case and only_measures(self.metric, self.unedited)
+        return self.metric if plain else None
 
     def _of_one_shape(self, found: Tensor) -> Tensor:
         first = next(iter(self.result._found.values()), found)
