@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -168,29 +170,28 @@ def _given(edit: Any, piece: Tensor, cut: Tensor) -> Any:
 
 def _alike(edits: Sequence[Any]) -> bool:
     """Return whether all edits set a part to tensors of the same kind, with an index that returns a view."""
-    if not all(isinstance(edit, Set) and isinstance(edit.value, Tensor) for edit in edits):
+    if {type(edit) for edit in edits} != {Set}:
         return False
-    value = edits[0].value
-    same = all(
-        edit.value.shape == value.shape and edit.value.dtype is value.dtype and edit.value.device == value.device
-        for edit in edits
-    )
-    return same and _is_set_in_place(edits[0])
+    values = [edit.value for edit in edits]
+    if {type(value) for value in values} != {Tensor} or {edit.part is None for edit in edits} != {True}:
+        return False
+    kinds = {(value.shape, value.dtype, value.device) for value in values}
+    return len(kinds) == 1 and _is_set_in_place(edits[0])
 
 
 def _have_one_step(indices: Sequence[Any]) -> bool:
     """Return whether indices are equal, except for numbers that grow by the same step from each to the next."""
-    first = indices[0]
-    if not all(type(index) is tuple and len(index) == len(first) for index in indices):
+    if {type(index) for index in indices} != {tuple} or len({len(index) for index in indices}) != 1:
         return False
     for parts in zip(*indices, strict=True):
-        if type(parts[0]) is not int:
-            if any(part != parts[0] for part in parts):
+        kinds = {type(part) for part in parts}
+        if kinds == {int}:
+            step = parts[1] - parts[0]
+            if any(map(operator.ne, parts, itertools.count(parts[0], step))):
                 return False
-            continue
-        step = parts[1] - parts[0] if type(parts[1]) is int else 0
-        fits = all(type(part) is int and part == parts[0] + step * place for place, part in enumerate(parts))
-        if not fits or min(parts) < 0 <= max(parts):  # A negative number counts from the end.
+            if min(parts) < 0 <= max(parts):  # A negative number counts from the end.
+                return False
+        elif not kinds <= {slice, type(None), type(...)} or parts.count(parts[0]) != len(parts):
             return False
     return True
 

@@ -273,7 +273,7 @@ def _read(doubts: list[tuple[str, Tensor]]) -> bool:
 def _runs_of_one_kind(cases: Sequence[Late]) -> Iterator[tuple[int, list[Late]]]:
     """Yield the cases that edit the same points, with the number of the first of them."""
     first = 0
-    for _, same in itertools.groupby(cases, key=lambda each: each.kind):
+    for _, same in itertools.groupby(cases, key=operator.attrgetter("kind")):
         found = list(same)
         yield first, found
         first += len(found)
@@ -282,11 +282,13 @@ def _runs_of_one_kind(cases: Sequence[Late]) -> Iterator[tuple[int, list[Late]]]
 def _by_start(late: list[Late]) -> Iterator[tuple[int, list[Late]]]:
     """Yield the cases by their first position, from the last position on. A small group joins the one before it."""
     waiting: list[Late] = []
-    starts = sorted({each.start for each in late}, reverse=True)
-    for number, start in enumerate(starts):
-        waiting += [each for each in late if each.start == start]
-        if len(waiting) >= FEWEST and sum(each.start < start for each in late) not in range(1, FEWEST):
+    by_start: dict[int, list[Late]] = {}
+    for each in late:
+        by_start.setdefault(each.start, []).append(each)
+    left = len(late)
+    for start in sorted(by_start, reverse=True):
+        waiting += by_start[start]
+        left -= len(by_start[start])
+        if (len(waiting) >= FEWEST and left not in range(1, FEWEST)) or not left:
             yield start, waiting
             waiting = []
-        elif number == len(starts) - 1:
-            yield start, waiting

@@ -84,11 +84,8 @@ class Late:
     case: Prepared
     start: int
     places: list[tuple[Path, int]]
-
-    @property
-    def kind(self) -> Any:
-        """The edited tensors. Cases of the same kind have one edit for all of them."""
-        return self.case.key, tuple(self.places)
+    kind: Any
+    """The edited tensors. Cases of the same kind have one action for all of them."""
 
 
 # -- which cases -------------------------------------------------------------------------------------------------------
@@ -98,7 +95,7 @@ def late_cases(cases: Sequence[Prepared], shapes: dict[Point, Shapes], length: i
     """Return the cases that edit late positions only, and the reason why others do not."""
     late: list[Late] = []
     reason = ""
-    known: dict[Any, tuple[Path, int]] = {}
+    known: dict[Any, Any] = {}
     for case in cases:
         try:
             late.append(_late(case, shapes, length, known))
@@ -111,36 +108,33 @@ def late_cases(cases: Sequence[Prepared], shapes: dict[Point, Shapes], length: i
     return late, reason
 
 
-def _late(case: Prepared, shapes: dict[Point, Shapes], length: int, known: dict[Any, tuple[Path, int]]) -> Late:
+def _late(case: Prepared, shapes: dict[Point, Shapes], length: int, known: dict[Any, Any]) -> Late:
     """Return a case with its first position. ``known``: the dimensions of positions that earlier cases needed."""
-    start, places = length, []
+    start, places, kind = length, [], case.key
     for point, changes in case.edits:
-        if point not in shapes:
-            raise NotCausal(f"it edits the parameter {point}")
-        parts = [_part_of(change) for change in changes]
-        key = (id(point), *parts)
+        key = (id(point), *[change.part for change in changes])
         if key not in known:
-            known[key] = _position_of(point, shapes[point], length, set(parts))
-        path, place = known[key]
-        size = len(shapes[point].of[path])
+            known[key] = _position_of(point, shapes, length, changes)
+        path, place, size = known[key]
         for change in changes:
             if isinstance(change.call, Skip) or not isinstance(change.call, Edit):
                 raise NotCausal(f"{change.name} at {point} does not say which positions it changes")
-            start = min(start, _bounds(_all_parts(change.call.at, size)[place], length)[0])
+            start = min(start, _first(change.call.at, place, size, length))
         places.append((path, place))
+        kind = (kind, path)
     if length - start > length // SHARE:
         raise NotCausal(f"it edits position {start} of {length}, and only the last quarter is worth it")
-    return Late(case, start, places)
+    return Late(case, start, places, known.setdefault(kind, kind))
 
 
-def _part_of(change: Change) -> Path | None:
-    """Return the path of the tensor that an edit changes, if the edit names it."""
-    part = getattr(change.call, "part", None)
-    return part if part is None or isinstance(part, tuple) else (part,)
-
-
-def _position_of(point: Point, shapes: Shapes, length: int, parts: set[Path | None]) -> tuple[Path, int]:
-    """Return the tensor of a value that is edited, and its dimension of positions."""
+def _position_of(
+    point: Point, all_shapes: dict[Point, Shapes], length: int, changes: list[Change]
+) -> tuple[Path, int, int]:
+    """Return the tensor of a value that is edited, its dimension of positions, and how many dimensions it has."""
+    if point not in all_shapes:
+        raise NotCausal(f"it edits the parameter {point}")
+    shapes = all_shapes[point]
+    parts = {part if part is None or isinstance(part, tuple) else (part,) for part in [one.part for one in changes]}
     found = [path for path, shape in shapes.of.items() if len(shape) > 1 and (path in parts or parts == {None})]
     if shapes.calls != 1 or len(found) != 1:
         raise NotCausal(f"{point} has no single value with positions")
@@ -149,7 +143,17 @@ def _position_of(point: Point, shapes: Shapes, length: int, parts: set[Path | No
     place = len(shape) - 2 if point.meaning in PATTERNS else 1
     if shape[place] != length:
         raise NotCausal(f"the value at {point} has the shape {list(shape)}, without the {length} positions")
-    return found[0], place
+    return found[0], place, len(shape)
+
+
+def _first(index: Any, place: int, size: int, length: int) -> int:
+    """Return the first position that an index selects."""
+    if type(index) is tuple and len(index) > place and {*map(type, index)} <= {int, slice}:
+        part = index[place]
+        if type(part) is int:
+            return part + length if part < 0 else part
+        return _bounds(part, length)[0]
+    return _bounds(_all_parts(index, size)[place], length)[0]
 
 
 def _all_parts(index: Any, size: int) -> list[Any]:
