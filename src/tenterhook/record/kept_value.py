@@ -205,6 +205,10 @@ def value(entry: Entry) -> Any:
 
 def read(entry: Entry, address: str) -> Any:
     """Return the kept value. Raise ValueChanged if it was changed in place after it was recorded."""
+    if type(entry) is tuple and type(entry[0]) is Tensor and not entry[2:]:  # The usual case.
+        tensor, version = entry[:2]
+        if not is_wrapped(tensor) and tensor._version == version:
+            return tensor.detach() if tensor.requires_grad else tensor
     found, watched = value(entry), [entry[:2]] if isinstance(entry, tuple) else entry.watched
     if type(entry) is KeptValue and entry.in_transform and in_transform():
         raise TapeError(INSIDE.format(address=address))

@@ -110,7 +110,8 @@ def late_cases(cases: Sequence[Prepared], shapes: dict[Point, Shapes], length: i
 
 def _late(case: Prepared, shapes: dict[Point, Shapes], length: int, known: dict[Any, Any]) -> Late:
     """Return a case with its first position. ``known``: the dimensions of positions that earlier cases needed."""
-    start, places, kind = length, [], case.key
+    start, places = length, list[tuple[Path, int]]()
+    kind: Any = case.key
     for point, changes in case.edits:
         key = (id(point), *[change.part for change in changes])
         if key not in known:
