@@ -205,17 +205,15 @@ def value(entry: Entry) -> Any:
 
 def read(entry: Entry, address: str) -> Any:
     """Return the kept value. Raise ValueChanged if it was changed in place after it was recorded."""
-    if type(entry) is tuple and type(entry[0]) is Tensor and not entry[2:]:  # The usual case.
-        tensor, version = entry[:2]
-        if not is_wrapped(tensor) and tensor._version == version:
-            return tensor.detach() if tensor.requires_grad else tensor
     found, watched = value(entry), [entry[:2]] if isinstance(entry, tuple) else entry.watched
     if type(entry) is KeptValue and entry.in_transform and in_transform():
         raise TapeError(INSIDE.format(address=address))
+    wrapped = False
     for tensor, version in watched:
         if tensor._version != version:
             raise ValueChanged(CHANGED.format(address=address, old=version, new=tensor._version))
-    if any(is_wrapped(tensor) for tensor, _ in watched):
+        wrapped = wrapped or is_wrapped(tensor)
+    if wrapped:
         return map_tensors(lambda tensor: _whole(tensor, address), found)
     # It may require a gradient now, although it did not when it was recorded.
     return found.detach() if isinstance(found, Tensor) and found.requires_grad else found

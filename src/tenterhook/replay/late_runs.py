@@ -14,6 +14,7 @@ from torch import Tensor
 from tenterhook._text import counted
 from tenterhook._tree import map_tensors, tensors
 from tenterhook.address import Point, Site
+from tenterhook.address.walk import walk
 from tenterhook.edit.ready import Edit
 from tenterhook.engine.action import Binding
 from tenterhook.engine.session import open_here
@@ -73,7 +74,7 @@ class LateRuns:
         # With batch=1, values are bit for bit those of whole runs.
         if runner.most == 1 or len(self._local) < FEWEST:
             return
-        if any(module.training for module in runner.model.modules()):
+        if any(module.training for _, module in walk(runner.model)[0]):
             return  # Dropout would differ in each run.
         if not takes_tokens(runner.model):
             return
@@ -134,9 +135,9 @@ class LateRuns:
             output = self._run_rows(inputs, chunk, inputs.rest(start, cache, rows), start)
             outputs.append((chunk, by_case(output, rows, batch)))
         chosen = self._chosen(group)
-        doubts = self._compare(inputs, chosen, outputs, start)
+        # A GPU computes the metric while the next run is prepared. There is one wait for it, at the end.
         found, differ = self._measure_together(outputs, start)
-        # One wait for the device, when everything is computed.
+        doubts = self._compare(inputs, chosen, outputs, start)
         trusted = _read([*doubts, *[(OWN_METRIC, each) for each in differ]])
         if not trusted or not all(runner.keep_all([each.case for each in part], own) for part, own in found):
             for chunk, output in outputs:
