@@ -110,12 +110,15 @@ class BatchRunner:
 
     def _kind(self, group: list[PreparedCase]) -> Any:
         """Return what decides how rows are found, and whether rows mix."""
-        points = frozenset(str(p) for each in group for p in (*each.points, *(point for point, _ in each.edits)))
+        used = {id(points): points for points in [each.points for each in group]}
+        points = {id(point): point for points in used.values() for point in points}
+        points |= {id(point): point for each in group for point, _ in each.edits}
+        names = frozenset(map(str, points.values()))
         padded = frozenset(
             axis for axis in group[0].inputs.lengths if len({each.inputs.lengths[axis] for each in group}) > 1
         )
         options = repr(self.model.generate)
-        return group[0].inputs.key, points, padded, options, repr(group[0].shared), group[0].case.grad is None
+        return group[0].inputs.key, names, padded, options, repr(group[0].shared), group[0].case.grad is None
 
     def _sees_padding(self) -> str | None:
         """Return the option of ``generate`` for which a padded prompt gives another result, or None."""

@@ -134,7 +134,8 @@ def run_together(model: Model, cases: Sequence[PreparedCase], layouts: Layouts, 
         for each in batched:
             _cut(each, output, whole, model, tape)
             _check_reached(each, edits)
-    return [CaseRun(_without_graph(each.output(output)), each.tape(model.module, tape)) for each in batched]
+    output = _without_graph(output)
+    return [CaseRun(each.output(output), each.tape(model.module, tape)) for each in batched]
 
 
 def _find_rows(tape: Tape, layouts: Layouts) -> None:
