@@ -179,6 +179,25 @@ def test_each_case_is_what_it_is_alone(kind, seed):
         assert not grad or len(set(tape.grad) - set(run.tape.grad)) <= sum("embeddings" in name for name in tape.grad)
 
 
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("lengths", [[3, 3, 9, 12], [3, 3, 3, 3, 4, 4], [2, 5, 5, 5, 6, 6, 11], [4] * 5])
+def test_later_batches_have_other_padding_and_other_points_than_the_first(lengths, size):
+    model, draw, blocks = gpt2(), random.Random(size), ["transformer.h.0", "transformer.h.1", "transformer.h.1.attn@z"]
+    cases = []
+    for number, length in enumerate(lengths):
+        x = torch.randint(3, WORDS, (1 + number % 2, length), generator=torch.Generator().manual_seed(number))
+        edits = {blocks[number % 3]: th.scale(0.5 + number, at=th.at[:, -1])}
+        cases.append(th.case(x, edits=edits, record=draw.sample(blocks, 1)))
+    for _ in range(2):
+        found = th.batch(model, cases, batch=size)
+        for case, run in zip(cases, found, strict=True):
+            output, tape = alone(model, case.args, case.kwargs, case.edits, case.record, grad=False)
+            close(output.logits, run.output.logits)
+            assert list(run.tape) == list(tape)
+            for address in tape:
+                close(tape[address], run.tape[address])
+
+
 def close_gradients(one, other):
     """Compare two gradients. Those of a position bias, which all rows share, cannot be separated in a batch."""
     if isinstance(other, tuple):

@@ -109,11 +109,16 @@ def run_alone(model: Model, case: PreparedCase, others: Iterable[Point] = ()) ->
     return CaseRun(_without_graph(output), tape), whole
 
 
-def run_together(model: Model, cases: Sequence[PreparedCase], layouts: Layouts, whole: WholeBatch) -> list[CaseRun]:
-    """Run several cases as one batch. Return their results."""
+def run_together(
+    model: Model, cases: Sequence[PreparedCase], layouts: Layouts, whole: WholeBatch, others: Iterable[Point] = ()
+) -> list[CaseRun]:
+    """Run several cases as one batch. Return their results.
+
+    ``others``: points of cases in later batches. Their rows are found in this batch too.
+    """
     batched = [RowsOfCase(case, rows, layouts, whole) for case, rows in zip(cases, rows_of(cases), strict=True)]
     args, kwargs = joined_inputs([each.inputs for each in cases], whole, model.names, model.padding_token)
-    grad, selectors, shared = cases[0].case.grad is not None, _selectors(cases), cases[0].shared
+    grad, selectors, shared = cases[0].case.grad is not None, _selectors(cases, others), cases[0].shared
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.set_grad_enabled(grad))
         tape = stack.enter_context(record(model.module, *selectors, grad=grad)) if selectors else None
@@ -154,12 +159,14 @@ def rows_of(cases: Iterable[PreparedCase]) -> list[CaseRows]:
     return rows
 
 
-def _selectors(cases: Sequence[PreparedCase]) -> Sequence[Any]:
-    """Return selectors of all points that any case records."""
+def _selectors(cases: Sequence[PreparedCase], others: Iterable[Point]) -> Sequence[Any]:
+    """Return selectors of all points that any case records, and of other points."""
+    mine = {point for each in cases for point in (*each.points, *[point for point, _ in each.edits])} if others else ()
+    more = [replace(point, explicit=False, call=None) for point in others if point not in mine]
     first = cases[0].case.record
-    if all(each.case.record is first or each.case.record == first for each in cases):
+    if not more and all(each.case.record is first or each.case.record == first for each in cases):
         return first  # The session finds the points of patterns itself, which is faster.
-    return merged([each.points for each in cases if each.points])
+    return merged([*[each.points for each in cases if each.points], more])
 
 
 def _edits(model: nn.Module, batched: list[RowsOfCase], tape: Tape | None) -> dict[Point, CaseEdits]:

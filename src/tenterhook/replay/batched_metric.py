@@ -118,4 +118,7 @@ def measure_together(metric: Callable[[Any], Any], outputs: Any) -> Tensor | Non
         found = torch.vmap(of_one)(*leaves)
     except Exception:  # noqa: BLE001  A call for each case shows whether the metric fails by itself.
         return None
-    return found.detach() if isinstance(found, Tensor) else None
+    if not isinstance(found, Tensor):
+        return None
+    # A view would keep all outputs alive.
+    return found.clone() if found.untyped_storage().nbytes() > found.nbytes else found.detach()
