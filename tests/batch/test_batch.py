@@ -277,6 +277,34 @@ def test_large_batches_are_split_and_later_ones_are_compared_now_and_then():
     assert last.how[1] == "1 case also ran alone and gave the same result"
 
 
+def test_a_cache_of_the_whole_batch_is_not_given_to_a_case():
+    x = torch.randint(3, WORDS, (1, 9))
+    found = th.batch(gpt2(), [th.case(x[:, :length], use_cache=True) for length in (5, 9)])
+    assert "DynamicCache of the whole batch" in repr(found[0].output)
+    for use in (lambda cache: cache.layers, len, iter, lambda cache: cache[0]):
+        with pytest.raises(th.BatchError, match="has no part for each case"):
+            use(found[0].output.past_key_values)
+
+
+class MixesLongRows(nn.Module):
+    """Lets a token see later ones, padding among them, if there are more than ten."""
+
+    def forward(self, value):
+        return value + value.mean(1, keepdim=True) if value.shape[1] > 10 else value
+
+
+@pytest.mark.parametrize("size", [None, 2])
+def test_more_padding_than_before_is_compared_again(size):
+    model = gpt2()
+    model.transformer.h[0].mlp = MixesLongRows()
+    short, long = (
+        [th.case(torch.randint(3, WORDS, (1, n)), record="transformer.h.*") for n in of] for of in ([3, 4], [4, 12])
+    )
+    assert th.batch(model, short).how[1] == "1 case also ran alone and gave the same result"
+    with pytest.raises(th.BatchError, match="gives another result in the batch than alone"):
+        th.batch(model, [*short, *long] if size else long, batch=size)
+
+
 def test_an_edit_sees_the_tape_of_its_own_case():
     model, draw, seen = gpt2(), random.Random(2), {}
     layer, later = "transformer.h.0", "transformer.h.1"

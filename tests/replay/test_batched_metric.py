@@ -128,6 +128,21 @@ def plain(output):
     return output.logits[0, -1, 5] - output.logits[0, 3, 7]
 
 
+@pytest.mark.parametrize("at", [th.at[:, -1], th.at[:, 2]])
+@pytest.mark.parametrize("layers", [[0], [0, 1]])
+def test_a_metric_of_the_key_value_cache_gets_that_of_its_own_case(at, layers):
+    def keys(output):
+        return output.past_key_values.layers[2].keys[0, 0].sum()
+
+    model = llama()
+    cases = [{f"model.layers.{layer}": th.scale(1.5 + n, at=at)} for n in range(9) for layer in layers]
+    found = th.sweep(model, cases, keys, ids())
+    assert any("a DynamicCache in the output is that of the whole batch" in line for line in found.how)
+    for case, value in zip(cases, found.values, strict=True):
+        with torch.no_grad(), th.edit(model, case):
+            torch.testing.assert_close(keys(model(ids())), value)
+
+
 def test_sweeps_give_the_same_values_either_way():
     model, calls = llama(), []
 

@@ -104,9 +104,12 @@ class BatchRunner:
             del waiting[: len(now)]
             self.found.update({each.index: run for each, run in zip(now, runs, strict=True)})
             self.batches.append(len(now))
+            longest = max(whole.lengths.values(), default=0)
+            if longest > known.longest and alone is None:  # Models treat more padding in another way, such as windows.
+                alone = self._alone(now[0])[0]
             for case, single in self._to_compare(now, alone, known):
                 self._compare(case, single, now, layouts, whole)
-            known.ran(len(now), _shortest(now[0]), compared=alone is not None)
+            known.ran(len(now), _shortest(now[0]), longest, compared=alone is not None)
             alone = None
         known.layouts = layouts
 

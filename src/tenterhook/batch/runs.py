@@ -20,6 +20,7 @@ from tenterhook.batch.inputs import InputNames, joined_inputs
 from tenterhook.batch.layout import CaseRows, Layouts, WholeBatch
 from tenterhook.batch.prepared import PreparedCase
 from tenterhook.batch.result import CaseRun
+from tenterhook.batch.shared_object import without_shared_objects
 from tenterhook.edit.variable import refuse_several_places
 from tenterhook.edit.verb import edit
 from tenterhook.engine.action import Binding
@@ -130,7 +131,7 @@ def run_together(
             bindings = [Binding(point, action) for point, action in edits.items()]
             needed = [[each] for each in bindings if each.point.explicit]
             stack.enter_context(EditSession(model.module, [*shapes, *bindings], needed))
-        output = model(args, kwargs)
+        output = without_shared_objects(model(args, kwargs))
         if tape is not None and grad:
             _backward(tape, batched, output)
     if tape is not None:

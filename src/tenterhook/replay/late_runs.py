@@ -15,6 +15,7 @@ from tenterhook._text import counted
 from tenterhook._tree import map_tensors, tensors
 from tenterhook.address import Point, Site
 from tenterhook.address.walk import walk
+from tenterhook.batch.shared_object import NotSeparated, without_shared_objects
 from tenterhook.edit.ready import Edit
 from tenterhook.engine.action import Binding
 from tenterhook.engine.session import open_here
@@ -111,7 +112,7 @@ class LateRuns:
                 reason = reason or "the last positions of these cases did not fit in memory"
                 continue
             except Exception as error:  # noqa: BLE001  Whole sequences show whether a case fails by itself.
-                reason = reason or (str(error) if isinstance(error, NotCausal) else f"{error!r:.160}")
+                reason = reason or (str(error) if isinstance(error, (NotCausal, NotSeparated)) else f"{error!r:.160}")
                 continue
             done |= {each.case.index for each in group}
             names = counted(len(group), "case")
@@ -200,7 +201,7 @@ class LateRuns:
                 changes = [each.case.edits[number][1] for each in same]
                 bindings.append(Binding(point, RowRange(changes, where)))
         with BatchedSession(runner.model, bindings):
-            return runner.run_and_read(lambda: runner.model(**given))
+            return without_shared_objects(runner.run_and_read(lambda: runner.model(**given)))
 
     def _whole(self, cases: list[Late], output: Any, start: int) -> Iterator[tuple[list[Late], Any]]:
         """Yield the outputs of cases for all positions, only as many at a time as fit in memory."""

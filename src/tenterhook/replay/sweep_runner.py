@@ -16,6 +16,7 @@ from tenterhook._look.progress import bar
 from tenterhook._text import counted
 from tenterhook._tree import tensors
 from tenterhook.address import Point
+from tenterhook.batch.shared_object import NotSeparated, without_shared_objects
 from tenterhook.call_trace.digest import digest
 from tenterhook.call_trace.trace import RETURNS_INPUT
 from tenterhook.edit.change import Change
@@ -217,10 +218,13 @@ class Runner:
             return False
         self._joined = self._checked = True
         self._unsettled.append(([each for group in groups for each in group], list(server.doubts or [])))
-        for its, group, edit in zip(rows, groups, edits, strict=True):
-            for _, alone, piece in self._compared(group, its, [next(pieces) for _ in its], edit.measures):
-                self._checks += apart(alone, piece)
-        return True
+        try:
+            for its, group, edit in zip(rows, groups, edits, strict=True):
+                for _, alone, piece in self._compared(group, its, [next(pieces) for _ in its], edit.measures):
+                    self._checks += apart(alone, piece)
+        except NotSeparated as error:  # The metric reads an object that has no part for each case.
+            self._joins, self._alone = False, str(error)
+        return self._joins
 
     def _compared(
         self, group: list[Prepared], rows: list[CheckedRow], pieces: list[Any], measures: Tensor | None
@@ -323,11 +327,15 @@ class Runner:
                 self._alone = f"the model failed with several cases at once: {error!r:.120}"
             return True
         self._unsettled.append((cases, self._replay.server.doubts or []))
-        for what, alone, piece in self._compared(cases, rows, pieces, edits[0].measures):
-            far = distance(alone, piece)
-            if far:  # Earlier batches cannot be trusted either.
-                self._depend, self._alone = True, f"in a batch, {what} gives another result than alone ({far})"
-                return True
+        try:
+            for what, alone, piece in self._compared(cases, rows, pieces, edits[0].measures):
+                far = distance(alone, piece)
+                if far:  # Earlier batches cannot be trusted either.
+                    self._depend, self._alone = True, f"in a batch, {what} gives another result than alone ({far})"
+                    return True
+        except NotSeparated as error:  # The metric reads an object that has no part for each case.
+            self._alone = str(error)
+            return False
         self._checked = True
         return True
 
@@ -352,11 +360,14 @@ class Runner:
         # A run without side effects can be repeated, so it need not wait for comparisons on the device.
         server.doubts = [] if times > 1 and self._checked and self._script.runs[0].pure and not self._patient else None
         with BatchedSession(self.model, bindings):
-            return self.run_and_read(lambda: self.model(*args, **kwargs))
+            output = self.run_and_read(lambda: self.model(*args, **kwargs))
+        return output if times == 1 else without_shared_objects(output)
 
     def keep(self, case: Prepared, output: Any) -> bool:
         try:
             found = self._of_one_shape(torch.as_tensor(self._measure(output, case.case)).detach())
+        except NotSeparated:
+            raise
         except Exception as error:  # noqa: BLE001  The other cases continue after any error.
             self.result.failed[case.index] = error
             return False
