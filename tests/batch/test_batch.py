@@ -277,6 +277,26 @@ def test_large_batches_are_split_and_later_ones_are_compared_now_and_then():
     assert last.how[1] == "1 case also ran alone and gave the same result"
 
 
+def test_edits_of_one_value_are_applied_in_the_order_of_each_case():
+    model, blocks = gpt2(), "transformer.h"
+    z, head = f"{blocks}.0.attn@z", f"{blocks}.0.attn@z[1]"
+    clamp, more = th.clamp(-0.05, 0.05), th.add(0.1)
+    edits = [
+        {head: more, z: clamp},
+        {z: clamp, head: more},
+        {f"{blocks}.1": th.scale(2.0), f"{blocks}.*": th.add(1.0)},
+        {f"{blocks}.*": th.add(1.0), f"{blocks}.1": th.scale(2.0)},
+        {model.transformer.h[1]: clamp, f"{blocks}.1": more, z: more},
+    ]
+    x = torch.randint(3, WORDS, (1, 9))
+    cases = [th.case(x[:, : 4 + n], edits=each, record=f"{blocks}.*") for n, each in enumerate(edits)]
+    for case, run in zip(cases, th.batch(model, cases), strict=True):
+        output, tape = alone(model, case.args, case.kwargs, case.edits, case.record, grad=False)
+        close(output.logits, run.output.logits)
+        for address in tape:
+            close(tape[address], run.tape[address])
+
+
 def test_a_cache_of_the_whole_batch_is_not_given_to_a_case():
     x = torch.randint(3, WORDS, (1, 9))
     found = th.batch(gpt2(), [th.case(x[:, :length], use_cache=True) for length in (5, 9)])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -128,7 +129,7 @@ def run_together(
         edits = _edits(model.module, batched, tape)
         shapes = _shapes_seen(cases, layouts) if model.generate is not None else []
         if edits or shapes:
-            bindings = [Binding(point, action) for point, action in edits.items()]
+            bindings = [Binding(point, action) for point, action in edits]
             needed = [[each] for each in bindings if each.point.explicit]
             stack.enter_context(EditSession(model.module, [*shapes, *bindings], needed))
         output = without_shared_objects(model(args, kwargs))
@@ -170,17 +171,23 @@ def _selectors(cases: Sequence[PreparedCase], others: Iterable[Point]) -> Sequen
     return merged([*[each.points for each in cases if each.points], more])
 
 
-def _edits(model: nn.Module, batched: list[RowsOfCase], tape: Tape | None) -> dict[Point, CaseEdits]:
-    """Return one edit for each point that any case edits."""
-    found: dict[Point, CaseEdits] = {}
+def _edits(model: nn.Module, batched: list[RowsOfCase], tape: Tape | None) -> list[tuple[Point, CaseEdits]]:
+    """Return the edits of all cases: one for each point, or several if cases edit points of a module in other orders.
+
+    A case may also edit a point twice. Two points may be parts of one value, so that their order matters.
+    """
+    found: dict[nn.Module, list[tuple[Point, CaseEdits]]] = {}
     for each in batched:
+        after: dict[nn.Module, int] = {}
         for point, changes in each.case.edits:
-            action = found.get(point)
-            if action is None:
+            known, start = found.setdefault(point.module, []), after.get(point.module, 0)
+            place = next((place for place in range(start, len(known)) if known[place][0] == point), len(known))
+            if place == len(known):
                 refuse_several_places(point)
-                action = found[point] = CaseEdits(each.layouts)
-            action.add(each.case.index, each.rows, changes, lambda each=each: each.tape(model, tape))  # type: ignore[misc]
-    return found
+                known.append((point, CaseEdits(each.layouts)))
+            after[point.module] = place + 1
+            known[place][1].add(each.case.index, each.rows, changes, lambda each=each: each.tape(model, tape))  # type: ignore[misc]
+    return list(itertools.chain.from_iterable(found.values()))
 
 
 def _shapes_seen(cases: Sequence[PreparedCase], layouts: Layouts) -> list[Binding]:
@@ -216,10 +223,11 @@ def _cut(each: RowsOfCase, output: Any, whole: WholeBatch, model: Model, tape: T
     each.generated = cut_generation(output, each.rows, whole, prompt, end_tokens(model.generate, model.module), tape)
 
 
-def _check_reached(each: RowsOfCase, edits: dict[Point, CaseEdits]) -> None:
+def _check_reached(each: RowsOfCase, edits: list[tuple[Point, CaseEdits]]) -> None:
     """Raise if a step that a case names comes after the end of its generation."""
     assert each.generated is not None  # noqa: S101  Only generations come here.
     for point, _ in each.case.edits:
-        if point.call is not None and not any(call < each.generated.steps for call in edits[point].calls):
+        calls = [call for other, action in edits if other == point for call in action.calls]
+        if point.call is not None and not any(call < each.generated.steps for call in calls):
             text = NOT_REACHED.format(index=each.case.index, point=point, steps=each.generated.steps)
             raise NeverReached(text)
