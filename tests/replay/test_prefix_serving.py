@@ -97,6 +97,16 @@ def test_random_cases_are_what_they_are_by_themselves(make, seed):
     compare(model, cases, found, ids(2, seed=seed))
 
 
+def test_patterns_over_a_window_of_keys_are_edited_in_whole_runs():
+    model = mistral()
+    point = "model.layers.1.self_attn@pattern"
+    cases = [{point: th.noise(std=0.1, seed=seed, at=th.at[:, :, -1])} for seed in range(20)]
+    cases += [{point: th.zero(at=th.at[:, :, -1, key])} for key in range(TOKENS)]
+    found = th.sweep(model, cases, metric, ids())
+    assert not late(found)
+    compare(model, cases, found, ids())
+
+
 class TwoStreams(nn.Module):
     """Computes two values of the same shape, which its parent adds."""
 

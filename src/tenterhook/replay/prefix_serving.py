@@ -223,9 +223,11 @@ class RowRange(Slices):
     def __call__(self, value: Any, context: Context) -> Any:
         self.reached = True
         where, tensor = self._where, dict(tensors(value)).get(self._where.path)
-        length = where.shape[where.place] - where.start
         rows, first = where.rows * where.batch, where.first * where.batch
-        if tensor is None or tensor.shape[0] != rows or tensor.shape[where.place] != length:
+        # A window of the last keys is another value: an index of keys, or noise, would be another edit.
+        expected = [rows, *where.shape[1:]]
+        expected[where.place] -= where.start
+        if tensor is None or list(tensor.shape) != expected:
             shown = "no such tensor" if tensor is None else list(tensor.shape)
             raise NotCausal(f"the value at {context.address!r} has {shown} in a batch of later positions")
         out = tensor.clone()
@@ -292,8 +294,8 @@ class PrefixInputs:
             if isinstance(value, Tensor) and value.dim() and len(value) == batch:
                 given[name] = value.repeat(times, *[1] * (value.dim() - 1))
         if start:
-            rows = torch.arange(batch, device=self.ids.device).repeat(times)
-            given |= {CACHE: repeated_cache(cache, rows), USE_CACHE: True}  # Each run adds to its own cache.
+            own = repeated_cache(cache, batch, times, self.ids.device)  # Each run adds to its own cache.
+            given |= {CACHE: own, USE_CACHE: True}
         return given
 
     def with_perturbed(self, start: int, times: int) -> dict[str, Any]:
