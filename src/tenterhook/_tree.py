@@ -23,7 +23,7 @@ from torch import Tensor
 from tenterhook._text import printable
 from tenterhook.pytorch.structures import registered
 
-__all__ = ["Opaque", "Path", "describe", "map_tensors", "parts_of", "replace_at", "show_path", "tensors"]
+__all__ = ["PLAIN", "Opaque", "Path", "describe", "map_tensors", "parts_of", "replace_at", "show_path", "tensors"]
 
 Path = tuple[Any, ...]
 

@@ -179,6 +179,25 @@ def test_each_case_is_what_it_is_alone(kind, seed):
         assert not grad or len(set(tape.grad) - set(run.tape.grad)) <= sum("embeddings" in name for name in tape.grad)
 
 
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("lengths", [[3, 3, 9, 12], [3, 3, 3, 3, 4, 4], [2, 5, 5, 5, 6, 6, 11], [4] * 5])
+def test_later_batches_have_other_padding_and_other_points_than_the_first(lengths, size):
+    model, draw, blocks = gpt2(), random.Random(size), ["transformer.h.0", "transformer.h.1", "transformer.h.1.attn@z"]
+    cases = []
+    for number, length in enumerate(lengths):
+        x = torch.randint(3, WORDS, (1 + number % 2, length), generator=torch.Generator().manual_seed(number))
+        edits = {blocks[number % 3]: th.scale(0.5 + number, at=th.at[:, -1])}
+        cases.append(th.case(x, edits=edits, record=draw.sample(blocks, 1)))
+    for _ in range(2):
+        found = th.batch(model, cases, batch=size)
+        for case, run in zip(cases, found, strict=True):
+            output, tape = alone(model, case.args, case.kwargs, case.edits, case.record, grad=False)
+            close(output.logits, run.output.logits)
+            assert list(run.tape) == list(tape)
+            for address in tape:
+                close(tape[address], run.tape[address])
+
+
 def close_gradients(one, other):
     """Compare two gradients. Those of a position bias, which all rows share, cannot be separated in a batch."""
     if isinstance(other, tuple):
@@ -256,6 +275,54 @@ def test_large_batches_are_split_and_later_ones_are_compared_now_and_then():
     for _ in range(7):
         last = th.batch(model, cases, batch=3)
     assert last.how[1] == "1 case also ran alone and gave the same result"
+
+
+def test_edits_of_one_value_are_applied_in_the_order_of_each_case():
+    model, blocks = gpt2(), "transformer.h"
+    z, head = f"{blocks}.0.attn@z", f"{blocks}.0.attn@z[1]"
+    clamp, more = th.clamp(-0.05, 0.05), th.add(0.1)
+    edits = [
+        {head: more, z: clamp},
+        {z: clamp, head: more},
+        {f"{blocks}.1": th.scale(2.0), f"{blocks}.*": th.add(1.0)},
+        {f"{blocks}.*": th.add(1.0), f"{blocks}.1": th.scale(2.0)},
+        {model.transformer.h[1]: clamp, f"{blocks}.1": more, z: more},
+    ]
+    x = torch.randint(3, WORDS, (1, 9))
+    cases = [th.case(x[:, : 4 + n], edits=each, record=f"{blocks}.*") for n, each in enumerate(edits)]
+    for case, run in zip(cases, th.batch(model, cases), strict=True):
+        output, tape = alone(model, case.args, case.kwargs, case.edits, case.record, grad=False)
+        close(output.logits, run.output.logits)
+        for address in tape:
+            close(tape[address], run.tape[address])
+
+
+def test_a_cache_of_the_whole_batch_is_not_given_to_a_case():
+    x = torch.randint(3, WORDS, (1, 9))
+    found = th.batch(gpt2(), [th.case(x[:, :length], use_cache=True) for length in (5, 9)])
+    assert "DynamicCache of the whole batch" in repr(found[0].output)
+    for use in (lambda cache: cache.layers, len, iter, lambda cache: cache[0]):
+        with pytest.raises(th.BatchError, match="has no part for each case"):
+            use(found[0].output.past_key_values)
+
+
+class MixesLongRows(nn.Module):
+    """Lets a token see later ones, padding among them, if there are more than ten."""
+
+    def forward(self, value):
+        return value + value.mean(1, keepdim=True) if value.shape[1] > 10 else value
+
+
+@pytest.mark.parametrize("size", [None, 2])
+def test_more_padding_than_before_is_compared_again(size):
+    model = gpt2()
+    model.transformer.h[0].mlp = MixesLongRows()
+    short, long = (
+        [th.case(torch.randint(3, WORDS, (1, n)), record="transformer.h.*") for n in of] for of in ([3, 4], [4, 12])
+    )
+    assert th.batch(model, short).how[1] == "1 case also ran alone and gave the same result"
+    with pytest.raises(th.BatchError, match="gives another result in the batch than alone"):
+        th.batch(model, [*short, *long] if size else long, batch=size)
 
 
 def test_an_edit_sees_the_tape_of_its_own_case():

@@ -77,12 +77,33 @@ def test_edits_in_other_places_use_actions_of_their_own(model, shares):
     for address in "0:in", "0#0", "1:out", "0.weight":
         with untouched(model), th.edit(model, {address: th.zero()}):
             model(X)
-    for given in {"changes": {"0": th.skip()}}, {"changes": {"0": th.zero()}, "numbering": "run"}:
-        with untouched(model), th.edit(model, **given):
-            model(X)
+    with untouched(model), th.edit(model, {"0": th.zero()}, numbering="run"):
+        model(X)
     with th.edit(model, {"0": th.scale(2)}, grad={"0": th.scale(2)}):
         model(X).sum().backward()
     assert shares(0)
+
+
+def test_skips_and_other_edits_of_one_output(model, shares):
+    one, two = model[0].bias.detach(), model[2].bias.detach()
+    changes = {
+        "0": [th.scale(3), th.skip(), th.add(one)],
+        "1": th.skip(lambda x: x * 2),
+        "2": [th.skip(), th.skip(two)],
+    }
+    handle = model[1].register_forward_hook(lambda module, args, output: output + 1)
+    with untouched(model), th.record(model, "0", "1") as tape, th.edit(model, changes):
+        assert torch.equal(model(X), two)
+    handle.remove()
+    assert torch.equal(tape["0"], X * 3 + one)
+    assert torch.equal(tape["1"], (X * 3 + one) * 2 + 1)
+    assert model[1].call is None
+    assert shares(1)
+
+
+def test_a_skip_that_fails_leaves_the_model_as_it_was(model):
+    with untouched(model), pytest.raises(ZeroDivisionError), th.edit(model, {"1": th.skip(lambda x: 1 / 0)}):
+        model(X)
 
 
 def test_hooks_of_others_run_before_the_edit(model):

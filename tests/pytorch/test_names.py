@@ -2,6 +2,7 @@
 
 import ast
 import builtins
+import dis
 import enum
 import functools
 import importlib
@@ -105,7 +106,7 @@ PUBLIC = (
     torch.utils.checkpoint.CheckpointFunction, nn, nn.functional, nn.Module(), nn.RNN(1, 1), nn.utils.parametrizations,
     nn.utils.parametrize, nn.utils.prune, nn.utils.prune.BasePruningMethod, Path, builtins, dict, enum.Enum, frozenset,
     itertools.chain, list, property, set, str, threading.Thread(), tuple, type, types.CodeType, types.FrameType,
-    types.FunctionType, types.GeneratorType, types.MethodType,
+    types.FunctionType, types.GeneratorType, types.MethodType, dis.Instruction,
 )  # fmt: skip
 # Of FSDP2, of Hugging Face models, of parametrized modules, of torch.autograd.graph in later releases, and an option.
 ALSO_PUBLIC = {

@@ -97,6 +97,53 @@ def test_random_cases_are_what_they_are_by_themselves(make, seed):
     compare(model, cases, found, ids(2, seed=seed))
 
 
+def test_patterns_over_a_window_of_keys_are_edited_in_whole_runs():
+    model = mistral()
+    point = "model.layers.1.self_attn@pattern"
+    cases = [{point: th.noise(std=0.1, seed=seed, at=th.at[:, :, -1])} for seed in range(20)]
+    cases += [{point: th.zero(at=th.at[:, :, -1, key])} for key in range(TOKENS)]
+    found = th.sweep(model, cases, metric, ids())
+    assert not late(found)
+    compare(model, cases, found, ids())
+
+
+class TwoStreams(nn.Module):
+    """Computes two values of the same shape, which its parent adds."""
+
+    def __init__(self):
+        super().__init__()
+        self.one, self.two = nn.Linear(16, 16), nn.Linear(16, 16)
+
+    def forward(self, value):
+        return self.one(value).tanh(), self.two(value).tanh()
+
+
+class AddStreams(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.streams = TwoStreams()
+
+    def forward(self, value):
+        one, two = self.streams(value)
+        return one - 2 * two
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_cases_that_edit_different_parts_of_one_value(seed):
+    model, draw = llama(), random.Random(seed)
+    model.model.layers[1].mlp = AddStreams().double().eval()
+    point = "model.layers.1.mlp.streams"
+    cases = [
+        {point: [th.zero(at=th.at[:, -2:], part=draw.randrange(2)), th.add(number, at=th.at[:, -1], part=0)]}
+        if draw.random() < 0.3
+        else {point: th.scale(number, at=th.at[:, -1], part=draw.randrange(2))}
+        for number in range(20)
+    ]
+    found = th.sweep(model, cases, metric, ids())
+    assert late(found), found.how
+    compare(model, cases, found, ids())
+
+
 def heads(model, at):
     points = [f"model.layers.{layer}.self_attn@z" for layer in range(3)]
     return th.grid(lambda layer, head: {points[layer]: th.zero(at=(*at, head))}, layer=range(3), head=range(4))

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from tenterhook._tree import replace_at, tensors
+from tenterhook._tree import map_tensors, replace_at, tensors
 from tenterhook.address import Point
 from tenterhook.batch.layout import CaseRows, Layouts, WholeBatch, separates
 from tenterhook.record.kept_value import Policy, read
@@ -30,9 +30,8 @@ def cut_value(layouts: Layouts, rows: CaseRows, whole: WholeBatch) -> Cut:
     """Return a function that cuts the part of a case from a value."""
 
     def cut(address: str, call: int, value: Any) -> Any:
-        for path, _, part in layouts.cut(address, call, value, rows, whole):
-            value = replace_at(value, path, part)
-        return value
+        parts = iter([part for _, _, part in layouts.cut(address, call, value, rows, whole)])
+        return map_tensors(lambda _: next(parts), value)
 
     return cut
 

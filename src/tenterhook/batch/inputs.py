@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,11 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from tenterhook._tree import Path, describe, map_tensors, replace_at, show_path, tensors
-from tenterhook.batch.layout import CaseRows, WholeBatch
+from tenterhook.batch.layout import WholeBatch
 from tenterhook.errors import BatchError
+from tenterhook.pytorch.modes import copy_all
 from tenterhook.pytorch.wrappers import unwrapped
 
-__all__ = ["CaseInputs", "InputNames", "joined_inputs", "lengths_of"]
+__all__ = ["CaseInputs", "InputNames", "joined_inputs"]
 
 MAIN, DECODER = "tokens", "decoder tokens"
 # The arguments of transformers with one entry for each token, and the number that pads them; None: the padding token.
@@ -85,16 +86,17 @@ class CaseInputs:
         first: Any = args[0] if len(args) == 1 else None
         if isinstance(first, Mapping) and all(key in names for key in first):
             args, kwargs = (), {**map_tensors(lambda tensor: tensor.to(device), dict(first)), **kwargs}
-        given = (args, kwargs)
-        sizes = {path: tensor.shape[0] for path, tensor in tensors(given) if tensor.dim()}
+        found = [(path, tensor, names.of(path)) for path, tensor in tensors((args, kwargs))]
+        sizes = [tensor.shape[0] for _, tensor, _ in found if tensor.dim()]
         if not sizes:
-            raise BatchError(NO_ROWS.format(index=index, given=describe(given)))
-        if len(set(sizes.values())) > 1:
-            raise BatchError(ROWS.format(index=index, sizes=", ".join(map(str, sizes.values()))))
-        rows, lengths = next(iter(sizes.values())), lengths_of(names, given)
+            raise BatchError(NO_ROWS.format(index=index, given=describe((args, kwargs))))
+        if len(set(sizes)) > 1:
+            raise BatchError(ROWS.format(index=index, sizes=", ".join(map(str, sizes))))
+        rows, lengths = sizes[0], _lengths(names, found)
+        key = _key(names, found, args, kwargs)
         if masked and MAIN in lengths:
-            kwargs = _with_masks(args, kwargs, rows, lengths, names, [MAIN])
-        return cls(args, kwargs, rows, lengths, _key(names, given))
+            kwargs = _with_mask(args, kwargs, rows, lengths[MAIN], names)
+        return cls(args, kwargs, rows, lengths, key)
 
     def hidden(self, names: InputNames) -> Tensor | None:
         """Return which tokens the case's own mask hides, ``[rows, tokens]``, or None if it hides none."""
@@ -109,28 +111,29 @@ class CaseInputs:
         return self.rows * max(1, sum(self.lengths.values()))
 
 
-def lengths_of(names: InputNames, given: Any) -> dict[str, int]:
+def _lengths(names: InputNames, found: Sequence[tuple[Path, Tensor, str | None]]) -> dict[str, int]:
     """Return the number of tokens of each axis."""
     lengths: dict[str, int] = {}
-    for path, tensor in tensors(given):
-        axis = names.axis(names.of(path))
+    for _, tensor, name in found:
+        axis = names.axis(name)
         if axis is not None and tensor.dim() > 1:
             lengths.setdefault(axis, tensor.shape[1])
     return lengths
 
 
-def _key(names: InputNames, given: Any) -> tuple[Any, ...]:
+def _key(
+    names: InputNames, found: Sequence[tuple[Path, Tensor, str | None]], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Any, ...]:
     """Return what two cases must have in common: the structure, the kinds and the shapes without rows and tokens."""
     parts: list[Any] = []
-    for path, tensor in tensors(given):
-        name = names.of(path)
+    for path, tensor, name in found:
         if name in MASKS.values() and tensor.dim() == 2:  # noqa: PLR2004  A missing mask is made.
             continue
         first = 1 if names.axis(name) is None else 2
         shape = tuple(tensor.shape[first:]) if tensor.dim() else (float(tensor),)
         parts.append((path, tensor.dim(), shape, tensor.dtype, tensor.device))
     # Numbers, flags and other objects are shared by the rows of a batch.
-    constants = map_tensors(lambda _: None, given)
+    constants = map_tensors(lambda _: None, (args, kwargs))
     shown = {key: value for key, value in constants[1].items() if value is not None}
     return (*parts, repr((constants[0], shown)))
 
@@ -139,48 +142,72 @@ def joined_inputs(
     cases: Sequence[CaseInputs], whole: WholeBatch, names: InputNames, padding_token: int
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return the arguments of a batch."""
-    needed = {axis for axis, length in whole.lengths.items() if any(each.lengths.get(axis) != length for each in cases)}
-    needed |= {axis for axis, mask in MASKS.items() if any(each.kwargs.get(mask) is not None for each in cases)}
-    padded = [_padded(each, whole, names, padding_token, needed) for each in cases]
-    joined: Any = padded[0]
-    for path, tensor in tensors(padded[0]):
-        if tensor.dim():
-            parts = [dict(tensors(each))[path] for each in padded]
-            joined = replace_at(joined, path, torch.cat(parts))
+    parts = [dict(tensors((each.args, each.kwargs))) for each in cases]
+    joined: Any = (cases[0].args, dict(cases[0].kwargs))
+    for axis, mask in MASKS.items():
+        given = [own.get((1, mask)) for own in parts]
+        some = any(each is not None for each in given)
+        padded = axis in whole.lengths and any(each.lengths.get(axis) != whole.lengths[axis] for each in cases)
+        if (some or padded) and mask in names and mask not in names.positional[: len(cases[0].args)]:
+            device = next(iter(parts[0].values())).device
+            lengths = [each.lengths[axis] for each in cases for _ in range(each.rows)]
+            joined[1][mask] = _mask(lengths, whole.lengths[axis], device, left=whole.pads_left)
+            if some:
+                for own, each in zip(parts, cases, strict=True):
+                    if own.get((1, mask)) is None:
+                        own[1, mask] = torch.ones(each.rows, each.lengths[axis], dtype=torch.long, device=device)
+    for path, tensor in list(tensors(joined)):
+        if tensor.dim() and path in parts[0]:
+            new = _joined_tensor([own[path] for own in parts], path, cases, whole, names, padding_token)
+            joined = replace_at(joined, path, new)
     return joined  # type: ignore[no-any-return]
 
 
-def _padded(
-    case: CaseInputs, whole: WholeBatch, names: InputNames, padding_token: int, masked: Collection[str]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    given: Any = (case.args, _with_masks(case.args, case.kwargs, case.rows, case.lengths, names, masked))
-    padding = whole.padding(CaseRows(0, case.rows, case.lengths))
-    for path, tensor in list(tensors(given)):
-        name = names.of(path)
-        axis = names.axis(name)
-        if name is None or axis is None or not padding[axis]:
-            continue
-        if tensor.dim() < 2 or tensor.shape[1] != case.lengths[axis]:  # noqa: PLR2004
+def _mask(lengths: Sequence[int], longest: int, device: torch.device, *, left: bool) -> Tensor:
+    """Return a mask that hides the padding of rows with so many tokens."""
+    places, own = torch.arange(longest, device=device), torch.tensor(lengths, device=device)[:, None]
+    return (places >= longest - own if left else places < own).long()
+
+
+def _joined_tensor(  # all of it is needed, and it is called in one place
+    parts: list[Tensor], path: Path, cases: Sequence[CaseInputs], whole: WholeBatch, names: InputNames,
+    padding_token: int,
+) -> Tensor:  # fmt: skip
+    """Return the rows of all cases in one tensor, padded if they have tokens."""
+    name = names.of(path)
+    axis = names.axis(name)
+    if name is None or axis is None or all(each.lengths[axis] == whole.lengths[axis] for each in cases):
+        return torch.cat(parts)
+    for part, each in zip(parts, cases, strict=True):
+        if part.dim() < 2 or part.shape[1] != each.lengths[axis]:  # noqa: PLR2004
             place = f"{name}{show_path(path[2:])}"
-            raise BatchError(f"{place} has shape {list(tensor.shape)}, without {case.lengths[axis]} tokens to pad")
-        number = TOKENS[name]
-        new = _pad(tensor, padding[axis], padding_token if number is None else number, left=whole.pads_left)
-        given = replace_at(given, path, new)
-    return given  # type: ignore[no-any-return]
+            raise BatchError(f"{place} has shape {list(part.shape)}, without {each.lengths[axis]} tokens to pad")
+    number = TOKENS[name]
+    number = padding_token if number is None else number
+    longest, left = whole.lengths[axis], whole.pads_left
+    if len({part.dtype for part in parts}) > 1 or parts[0].is_floating_point():  # A float may need a gradient.
+        return torch.cat([_pad(part, longest - part.shape[1], number, left=left) for part in parts])
+    out = parts[0].new_full((whole.rows, longest, *parts[0].shape[2:]), number)
+    targets, sources, row = [], [], 0
+    for part in parts:
+        start = longest - part.shape[1] if left else 0
+        for own in part:  # A copy of rows is one kernel if their strides are those of the batch.
+            targets.append(out[row].narrow(0, start, part.shape[1]))
+            sources.append(own)
+            row += 1
+    copy_all(targets, sources)
+    return out
 
 
-def _with_masks(  # the fields of a case, which may not be made yet
-    args: tuple[Any, ...], kwargs: dict[str, Any], rows: int, lengths: Mapping[str, int], names: InputNames,
-    masked: Collection[str],
-) -> dict[str, Any]:  # fmt: skip
-    """Return the keyword arguments of a case, with a mask of ones for each axis that needs one."""
-    kwargs = dict(kwargs)
-    for axis in masked:
-        mask = MASKS[axis]
-        if mask in names and kwargs.get(mask) is None and mask not in names.positional[: len(args)]:
-            like = next(tensor for _, tensor in tensors((args, kwargs)))
-            kwargs[mask] = torch.ones(rows, lengths[axis], dtype=torch.long, device=like.device)
-    return kwargs
+def _with_mask(
+    args: tuple[Any, ...], kwargs: dict[str, Any], rows: int, length: int, names: InputNames
+) -> dict[str, Any]:
+    """Return the keyword arguments of a case, with a mask of ones if it needs one."""
+    mask = MASKS[MAIN]
+    if mask not in names or kwargs.get(mask) is not None or mask in names.positional[: len(args)]:
+        return kwargs
+    like = next(tensor for _, tensor in tensors((args, kwargs)))
+    return {**kwargs, mask: torch.ones(rows, length, dtype=torch.long, device=like.device)}
 
 
 def _pad(tensor: Tensor, count: int, number: int, *, left: bool) -> Tensor:

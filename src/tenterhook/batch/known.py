@@ -34,6 +34,8 @@ class Known:
     """the largest number of cases in a batch of which some were compared"""
     shortest: int = sys.maxsize
     """the number of tokens of the shortest case that was compared"""
+    longest: int = 0
+    """the number of tokens of the longest batch of which some cases were compared"""
     bytes_per_token: int = 1
     room: int = sys.maxsize
     """the number of cases that fit in memory, after a larger number did not"""
@@ -45,12 +47,13 @@ class Known:
         """
         return self.layouts is None or self.since + count > EVERY or at_once > self.largest or shortest < self.shortest
 
-    def ran(self, count: int, shortest: int, *, compared: bool) -> None:
-        """Count the cases of a batch."""
+    def ran(self, count: int, shortest: int, longest: int, *, compared: bool) -> None:
+        """Count the cases of a batch, of which the shortest one was compared or not."""
         self.since = 0 if compared else self.since + count
         self.checks += compared
         if compared:
             self.largest, self.shortest = max(self.largest, count), min(self.shortest, shortest)
+            self.longest = max(self.longest, longest)
 
 
 _known: WeakKeyDictionary[nn.Module, dict[Any, Known]] = WeakKeyDictionary()

@@ -118,14 +118,15 @@ class Layouts:
         self._alone: dict[tuple[str, int], dict[Path, Shape]] = {}
         self._known: dict[tuple[str, int], dict[Path, Dimensions]] = {}
         self._sizes: dict[tuple[str, int], dict[Path, Shape]] = {}
-        self.case, self.whole = CaseRows(0, 0), WholeBatch(0)
+        self.case: CaseRows | None = None
+        self.whole = WholeBatch(0)
 
     def add_alone(self, address: str, call: int, value: Any) -> None:
         """Remember the shapes that a value has when the first case runs alone."""
         self._alone[address, call] = shapes_of(value)
 
-    def place(self, case: CaseRows, whole: WholeBatch) -> None:
-        """Say where the case that ran alone is in the batch that runs next."""
+    def place(self, case: CaseRows | None, whole: WholeBatch) -> None:
+        """Say where the case that ran alone is in the batch that runs next, or None if it is not there."""
         self.case, self.whole = case, whole
 
     def of(self, address: str, call: int, value: Any) -> dict[Path, Dimensions]:
@@ -168,8 +169,8 @@ class Layouts:
     def _learned(self, address: str, call: int, value: Any) -> dict[Path, Dimensions]:
         alone, found = self._alone.get((address, call)), {}
         shapes = shapes_of(value)
-        if alone is None or alone.keys() != shapes.keys():
-            shown = f"no call #{call} of it" if alone is None else f"{len(alone)} tensors in it"
+        if self.case is None or alone is None or alone.keys() != shapes.keys():
+            shown = f"{len(alone)} tensors in it" if self.case and alone is not None else f"no call #{call} of it"
             raise BatchError(UNCLEAR.format(address=address, alone=shown, batched=describe(value)))
         for path, shape in shapes.items():
             dimensions = _dimensions(alone[path], shape, self.case, self.whole)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -50,15 +50,15 @@ def prepare_cases(
 ) -> list[PreparedCase]:
     """Resolve the points and the inputs of all cases."""
     found, names, points_of = [], InputNames(model), _finder(model)
+    recorded: dict[Any, tuple[Point, ...]] = {}
     device = next((each.device for each in model.parameters()), None)
     for index, case in enumerate(cases):
         try:
             inputs = CaseInputs.of(
                 index, case.args, case.kwargs, names, tokenizer=tokenizer, device=device, masked=generates
             )
-            edits = list(_resolved(points_of, case.edits))
-            points = merged([points_of(each) for each in case.record]) if case.record else ()
-            _refuse_last_call([*points, *[point for _, point, _ in edits]])
+            edits = _resolved(points_of, case.edits)
+            points = _recorded(points_of, case.record, recorded)
         except TenterhookError as error:
             error.add_note(f"in case {index} of the batch")
             raise
@@ -72,7 +72,7 @@ def prepare_cases(
                 inputs,
                 [(point, changes) for selector, point, changes in edits if selector not in mine],
                 {selector: case.edits[selector] for selector in case.edits if selector in mine},
-                tuple(points),
+                points,
             )
         )
     return found
@@ -90,20 +90,36 @@ def _finder(model: nn.Module) -> Callable[[Any], tuple[Point, ...]]:
     found: dict[str, tuple[Point, ...]] = {}
 
     def points(selector: Any) -> tuple[Point, ...]:
-        if not isinstance(selector, str):
-            return resolve(model, [selector])
-        if selector not in found:
-            found[selector] = resolve(model, [selector])
-        return found[selector]
+        known = found.get(selector) if isinstance(selector, str) else None
+        if known is not None:
+            return known
+        points = resolve(model, [selector])
+        _refuse_last_call(points)
+        if isinstance(selector, str):
+            found[selector] = points
+        return points
 
     return points
 
 
-def _resolved(points_of: Callable[[Any], tuple[Point, ...]], edits: Any) -> Iterator[tuple[Any, Point, list[Change]]]:
+def _recorded(
+    points_of: Callable[[Any], tuple[Point, ...]], selectors: Sequence[Any], known: dict[Any, tuple[Point, ...]]
+) -> tuple[Point, ...]:
+    """Return the points that a case records. ``known``: those of earlier cases, which often record the same."""
+    key = tuple(selectors)
+    if {*map(type, key)} != {str}:
+        return merged([points_of(each) for each in key]) if key else ()
+    if key not in known:
+        known[key] = merged([points_of(each) for each in key])
+    return known[key]
+
+
+def _resolved(points_of: Callable[[Any], tuple[Point, ...]], edits: Any) -> list[tuple[Any, Point, list[Change]]]:
+    found = []
     for selector, change in edits.items():
-        changes = [as_change(one) for one in (change if isinstance(change, (list, tuple)) else [change])]
-        for point in points_of(selector):
-            yield selector, point, changes
+        changes = list(map(as_change, change if isinstance(change, (list, tuple)) else (change,)))
+        found += [(selector, point, changes) for point in points_of(selector)]
+    return found
 
 
 def _acts_on_all_rows(point: Point, changes: list[Change]) -> bool:

@@ -84,7 +84,7 @@ class BatchRunner:
         known = known_model(self.model.module, self._kind(group))
         checked = known.is_due(len(group), self._room(waiting, known), _shortest(waiting[0]))
         alone: CaseRun | None = None
-        layouts = known.layouts
+        layouts, used = known.layouts, points_of(group)
         if layouts is None or checked:
             layouts = Layouts(steps=self.model.generate is not None)
             alone = self._first_alone(waiting, layouts, known)
@@ -93,29 +93,34 @@ class BatchRunner:
             if len(now) == 1:
                 self._run_single(waiting.pop(0))
                 continue
-            whole = whole_batch(now, self._pads_left, first=alone is not None)
-            layouts.place(rows_of(now)[0], whole)
-            runs = self._run_batch(now, layouts, whole)
+            # The batch with the case that ran alone shows where the rows of all values are, in later batches too.
+            learns = alone is not None
+            whole = whole_batch(now, self._pads_left, group=group if learns else ())
+            layouts.place(rows_of(now)[0] if learns else None, whole)
+            runs = self._run_batch(now, layouts, whole, used if learns else ())
             if runs is None:
                 known.room = max(1, len(now) // 2)
                 continue
             del waiting[: len(now)]
             self.found.update({each.index: run for each, run in zip(now, runs, strict=True)})
             self.batches.append(len(now))
+            longest = max(whole.lengths.values(), default=0)
+            if longest > known.longest and alone is None:  # Models treat more padding in another way, such as windows.
+                alone = self._alone(now[0])[0]
             for case, single in self._to_compare(now, alone, known):
                 self._compare(case, single, now, layouts, whole)
-            known.ran(len(now), _shortest(now[0]), compared=alone is not None)
+            known.ran(len(now), _shortest(now[0]), longest, compared=alone is not None)
             alone = None
         known.layouts = layouts
 
     def _kind(self, group: list[PreparedCase]) -> Any:
         """Return what decides how rows are found, and whether rows mix."""
-        points = frozenset(str(p) for each in group for p in (*each.points, *(point for point, _ in each.edits)))
+        names = frozenset(map(str, points_of(group)))
         padded = frozenset(
             axis for axis in group[0].inputs.lengths if len({each.inputs.lengths[axis] for each in group}) > 1
         )
         options = repr(self.model.generate)
-        return group[0].inputs.key, points, padded, options, repr(group[0].shared), group[0].case.grad is None
+        return group[0].inputs.key, names, padded, options, repr(group[0].shared), group[0].case.grad is None
 
     def _sees_padding(self) -> str | None:
         """Return the option of ``generate`` for which a padded prompt gives another result, or None."""
@@ -132,9 +137,9 @@ class BatchRunner:
 
     def _first_alone(self, group: list[PreparedCase], layouts: Layouts, known: Known) -> CaseRun:
         """Run the first case alone, and remember the shapes of all values that any case edits or records."""
-        first, rest = group[0], group[1:]
-        others = {point for each in rest for point in each.points} | {p for each in group for p, _ in each.edits}
-        alone, whole = self._alone(first, others - set(first.points))
+        first = group[0]
+        others = set(points_of(group)) - set(first.points)
+        alone, whole = self._alone(first, others)
         layouts.add_alone(RETURN, 0, alone.output)
         size = sum(tensor.nbytes for _, tensor in tensors(alone.output))
         if whole is not None:
@@ -171,10 +176,12 @@ class BatchRunner:
             error.add_note(f"in case {case.index} of the batch")
             raise
 
-    def _run_batch(self, cases: list[PreparedCase], layouts: Layouts, whole: WholeBatch) -> list[CaseRun] | None:
-        """Run some cases together, or return None if they do not fit in memory."""
+    def _run_batch(
+        self, cases: list[PreparedCase], layouts: Layouts, whole: WholeBatch, others: Iterable[Point]
+    ) -> list[CaseRun] | None:
+        """Run some cases together, or return None if they do not fit in memory. ``others``: more points to look at."""
         try:
-            return run_together(self.model, cases, layouts, whole)
+            return run_together(self.model, cases, layouts, whole, others)
         except torch.OutOfMemoryError:
             return None
         except BatchError:
@@ -273,14 +280,26 @@ def _shortest(case: PreparedCase) -> int:
     return min(case.inputs.lengths.values(), default=0)
 
 
-def whole_batch(cases: list[PreparedCase], pads_left: bool, *, first: bool) -> WholeBatch:  # noqa: FBT001
-    """Return the size of a batch. With ``first``, the padding of the first case tells the axes and the rows apart."""
+def points_of(group: Iterable[PreparedCase]) -> list[Point]:
+    """Return the points that cases record or edit, many of which are the same objects."""
+    recorded = {id(each.points): each.points for each in group}
+    points = {id(point): point for points in recorded.values() for point in points}
+    points |= {id(point): point for each in group for point, _ in each.edits}
+    return list(points.values())
+
+
+def whole_batch(cases: list[PreparedCase], pads_left: bool, *, group: Sequence[PreparedCase]) -> WholeBatch:  # noqa: FBT001
+    """Return the size of a batch.
+
+    With a ``group`` of cases that run in this batch and in later ones, the padding of the first case tells the axes and
+    the rows apart.
+    """
     lengths: dict[str, int] = {}
     rows = sum(each.inputs.rows for each in cases)
     used = {rows - cases[0].inputs.rows}
     for axis, mine in cases[0].inputs.lengths.items():
         longest = max(each.inputs.lengths[axis] for each in cases)
-        if first and any(each.inputs.lengths[axis] != mine for each in cases):
+        if any(each.inputs.lengths[axis] != mine for each in group):
             while longest == mine or longest - mine in used:
                 longest += 1
             used.add(longest - mine)

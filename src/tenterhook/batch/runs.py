@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,6 +21,7 @@ from tenterhook.batch.inputs import InputNames, joined_inputs
 from tenterhook.batch.layout import CaseRows, Layouts, WholeBatch
 from tenterhook.batch.prepared import PreparedCase
 from tenterhook.batch.result import CaseRun
+from tenterhook.batch.shared_object import without_shared_objects
 from tenterhook.edit.variable import refuse_several_places
 from tenterhook.edit.verb import edit
 from tenterhook.engine.action import Binding
@@ -109,11 +111,16 @@ def run_alone(model: Model, case: PreparedCase, others: Iterable[Point] = ()) ->
     return CaseRun(_without_graph(output), tape), whole
 
 
-def run_together(model: Model, cases: Sequence[PreparedCase], layouts: Layouts, whole: WholeBatch) -> list[CaseRun]:
-    """Run several cases as one batch. Return their results."""
+def run_together(
+    model: Model, cases: Sequence[PreparedCase], layouts: Layouts, whole: WholeBatch, others: Iterable[Point] = ()
+) -> list[CaseRun]:
+    """Run several cases as one batch. Return their results.
+
+    ``others``: points of cases in later batches. Their rows are found in this batch too.
+    """
     batched = [RowsOfCase(case, rows, layouts, whole) for case, rows in zip(cases, rows_of(cases), strict=True)]
     args, kwargs = joined_inputs([each.inputs for each in cases], whole, model.names, model.padding_token)
-    grad, selectors, shared = cases[0].case.grad is not None, _selectors(cases), cases[0].shared
+    grad, selectors, shared = cases[0].case.grad is not None, _selectors(cases, others), cases[0].shared
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.set_grad_enabled(grad))
         tape = stack.enter_context(record(model.module, *selectors, grad=grad)) if selectors else None
@@ -122,10 +129,10 @@ def run_together(model: Model, cases: Sequence[PreparedCase], layouts: Layouts, 
         edits = _edits(model.module, batched, tape)
         shapes = _shapes_seen(cases, layouts) if model.generate is not None else []
         if edits or shapes:
-            bindings = [Binding(point, action) for point, action in edits.items()]
+            bindings = [Binding(point, action) for point, action in edits]
             needed = [[each] for each in bindings if each.point.explicit]
             stack.enter_context(EditSession(model.module, [*shapes, *bindings], needed))
-        output = model(args, kwargs)
+        output = without_shared_objects(model(args, kwargs))
         if tape is not None and grad:
             _backward(tape, batched, output)
     if tape is not None:
@@ -134,7 +141,8 @@ def run_together(model: Model, cases: Sequence[PreparedCase], layouts: Layouts, 
         for each in batched:
             _cut(each, output, whole, model, tape)
             _check_reached(each, edits)
-    return [CaseRun(_without_graph(each.output(output)), each.tape(model.module, tape)) for each in batched]
+    output = _without_graph(output)
+    return [CaseRun(each.output(output), each.tape(model.module, tape)) for each in batched]
 
 
 def _find_rows(tape: Tape, layouts: Layouts) -> None:
@@ -153,25 +161,33 @@ def rows_of(cases: Iterable[PreparedCase]) -> list[CaseRows]:
     return rows
 
 
-def _selectors(cases: Sequence[PreparedCase]) -> Sequence[Any]:
-    """Return selectors of all points that any case records."""
+def _selectors(cases: Sequence[PreparedCase], others: Iterable[Point]) -> Sequence[Any]:
+    """Return selectors of all points that any case records, and of other points."""
+    mine = {point for each in cases for point in (*each.points, *[point for point, _ in each.edits])} if others else ()
+    more = [replace(point, explicit=False, call=None) for point in others if point not in mine]
     first = cases[0].case.record
-    if all(each.case.record is first or each.case.record == first for each in cases):
+    if not more and all(each.case.record is first or each.case.record == first for each in cases):
         return first  # The session finds the points of patterns itself, which is faster.
-    return merged([each.points for each in cases if each.points])
+    return merged([*[each.points for each in cases if each.points], more])
 
 
-def _edits(model: nn.Module, batched: list[RowsOfCase], tape: Tape | None) -> dict[Point, CaseEdits]:
-    """Return one edit for each point that any case edits."""
-    found: dict[Point, CaseEdits] = {}
+def _edits(model: nn.Module, batched: list[RowsOfCase], tape: Tape | None) -> list[tuple[Point, CaseEdits]]:
+    """Return the edits of all cases: one for each point, or several if cases edit points of a module in other orders.
+
+    A case may also edit a point twice. Two points may be parts of one value, so that their order matters.
+    """
+    found: dict[nn.Module, list[tuple[Point, CaseEdits]]] = {}
     for each in batched:
+        after: dict[nn.Module, int] = {}
         for point, changes in each.case.edits:
-            action = found.get(point)
-            if action is None:
+            known, start = found.setdefault(point.module, []), after.get(point.module, 0)
+            place = next((place for place in range(start, len(known)) if known[place][0] == point), len(known))
+            if place == len(known):
                 refuse_several_places(point)
-                action = found[point] = CaseEdits(each.layouts)
-            action.add(each.case.index, each.rows, changes, lambda each=each: each.tape(model, tape))  # type: ignore[misc]
-    return found
+                known.append((point, CaseEdits(each.layouts)))
+            after[point.module] = place + 1
+            known[place][1].add(each.case.index, each.rows, changes, lambda each=each: each.tape(model, tape))  # type: ignore[misc]
+    return list(itertools.chain.from_iterable(found.values()))
 
 
 def _shapes_seen(cases: Sequence[PreparedCase], layouts: Layouts) -> list[Binding]:
@@ -207,10 +223,11 @@ def _cut(each: RowsOfCase, output: Any, whole: WholeBatch, model: Model, tape: T
     each.generated = cut_generation(output, each.rows, whole, prompt, end_tokens(model.generate, model.module), tape)
 
 
-def _check_reached(each: RowsOfCase, edits: dict[Point, CaseEdits]) -> None:
+def _check_reached(each: RowsOfCase, edits: list[tuple[Point, CaseEdits]]) -> None:
     """Raise if a step that a case names comes after the end of its generation."""
     assert each.generated is not None  # noqa: S101  Only generations come here.
     for point, _ in each.case.edits:
-        if point.call is not None and not any(call < each.generated.steps for call in edits[point].calls):
+        calls = [call for other, action in edits if other == point for call in action.calls]
+        if point.call is not None and not any(call < each.generated.steps for call in calls):
             text = NOT_REACHED.format(index=each.case.index, point=point, steps=each.generated.steps)
             raise NeverReached(text)

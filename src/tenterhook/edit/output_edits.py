@@ -1,4 +1,4 @@
-"""The shared forwards that edit the outputs of modules, for a session that edits nothing else."""
+"""The shared forwards that edit the outputs of modules, or skip modules, for a session that edits nothing else."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from tenterhook.engine.action import Context
+from tenterhook.engine.action import Context, SkipAction
 from tenterhook.engine.dispatch import OWN_FILES
 from tenterhook.engine.refuse_tracing import refuse_traced
 from tenterhook.engine.shared_forward import SharedForwards
@@ -31,7 +31,7 @@ OWN_FILES.add(__file__)
 class OutputEdits(SharedForwards):
     """The bindings of an editing session, all at outputs of modules. ``modules`` counts the calls of each module."""
 
-    __slots__ = ("_bound",)
+    __slots__ = ("_bound", "_skips")
 
     serves_bindings = True
 
@@ -40,6 +40,8 @@ class OutputEdits(SharedForwards):
         for binding in bindings:
             bound.setdefault(binding.point.module, []).append(binding)
         self._bound = bound
+        # The last one decides the output. All run afterwards, like other edits.
+        self._skips = {each.point.module: each.action for each in bindings if isinstance(each.action, SkipAction)}
         SharedForwards.__init__(self, session, dict.fromkeys(bound, 0))
 
     def path_of(self, module: nn.Module) -> str:
@@ -60,11 +62,12 @@ class OutputEdits(SharedForwards):
         """Remove the functions. A call that is still running is not edited."""
         replaced = SharedForwards.remove(self)
         self._bound.clear()
+        self._skips.clear()
         return replaced
 
     def make_forward(self, original: Forward) -> Forward:
         """Return the forward that edits the outputs of one class."""
-        calls, bound, owner, session = self.modules, self._bound, current.token, self._session
+        calls, bound, skips, owner, session = self.modules, self._bound, self._skips, current.token, self._session
         assert session is not None  # noqa: S101  It has not started yet.
 
         def forward(self_: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
@@ -76,7 +79,11 @@ class OutputEdits(SharedForwards):
                 return self.other(self_)(*args, **kwargs)
             refuse_traced(self_)
             calls[self_] = call + 1
-            value = original(self_, *args, **kwargs)
+            skip = skips.get(self_)
+            if skip is None:
+                value = original(self_, *args, **kwargs)
+            else:
+                value = skip.output(args, kwargs, Context(bound[self_][0].point.address, call, self_, session))
             if self_.__dict__[FORWARD_HOOKS] or GLOBAL_FORWARD_HOOKS:
                 return self.finish(self_, call, value)
             for binding in bound.get(self_, ()):  # Empty after the end of the session.

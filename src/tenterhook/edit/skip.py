@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
 
@@ -13,7 +14,7 @@ from tenterhook.edit.ready import Edit
 from tenterhook.edit.returned import structure_returned
 from tenterhook.engine.action import Context, SkipAction
 from tenterhook.errors import EditError, NoSource
-from tenterhook.sites.module import MISSING, argument
+from tenterhook.sites.module import MISSING, Argument, argument
 
 __all__ = ["Skip", "SkipEdit"]
 
@@ -64,7 +65,7 @@ class SkipEdit(SkipAction):
         if point.site is not Site.RETURN:
             raise EditError(NOT_OUTPUT.format(point=point, path=point.path or ":return"))
         self._value = skip.value
-        self._place = argument(point.module, None)
+        self._place = _first_argument(point.module)
         if skip.value is None and (reason := _why_not(point.module)):
             raise EditError(f"{point} cannot be skipped as it is: {reason}.\n{GIVE}")
 
@@ -85,11 +86,26 @@ class SkipEdit(SkipAction):
         return value
 
 
+def _first_argument(module: nn.Module) -> Argument:
+    """Return the accessor of the first argument of a module, found once for each class."""
+    return argument(module, None) if "forward" in module.__dict__ else _of_class(type(module).forward, module)
+
+
+def _of_class(forward: Any, module: nn.Module) -> Argument:
+    found = _arguments.get(forward)
+    if found is None:
+        found = _arguments[forward] = argument(module, None)
+    return found
+
+
+_arguments: WeakKeyDictionary[Any, Argument] = WeakKeyDictionary()
+
+
 def _why_not(module: nn.Module) -> str | None:
     """Return why the first argument cannot be the output of a module, or None if it can."""
     kind = type(module).__name__
     for given, returned in (("in_features", "out_features"), ("in_channels", "out_channels")):
-        sizes = getattr(module, given, None), getattr(module, returned, None)
+        sizes = _attribute(module, given), _attribute(module, returned)
         if isinstance(sizes[0], int) and isinstance(sizes[1], int) and sizes[0] != sizes[1]:
             return f"{kind} has {given}={sizes[0]} and {returned}={sizes[1]}"
     if isinstance(module, CONVOLUTIONS):
@@ -101,6 +117,11 @@ def _why_not(module: nn.Module) -> str | None:
         return structure_returned(module)
     except NoSource as error:
         return f"the source that would show what it returns cannot be read ({error})"
+
+
+def _attribute(module: nn.Module, name: str) -> Any:
+    """Return an attribute or None, without the error of nn.Module for a missing one, which takes long."""
+    return getattr(module, name, None) if name in module.__dict__ or hasattr(type(module), name) else None
 
 
 def _keeps_size(conv: nn.Conv1d | nn.Conv2d | nn.Conv3d) -> bool:

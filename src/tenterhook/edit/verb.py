@@ -134,7 +134,7 @@ class Editing(Session):
             self.required.append(found)
 
     def make_shared_forwards(self) -> SharedForwards | None:
-        alike = all(type(each.action) is ValueEdit and each.point.is_plain_output for each in self.bindings)
+        alike = all(type(each.action) in SHARED and each.point.is_plain_output for each in self.bindings)
         if not alike or self._runs is not None or self.needs_action_sets():
             return None
         return OutputEdits(self, self.bindings)
@@ -177,6 +177,9 @@ class ValueEdit(Action):
     def mark(self) -> None:
         """Mark this edit as reached, because a compiled graph contains it."""
         self.reached = True
+
+
+SHARED = (ValueEdit, SkipEdit)  # The edits that a shared forward applies.
 
 
 def _items(changes: Changes | None, name: str) -> Any:

@@ -26,6 +26,7 @@ Acting = tuple["Binding", "Context"]
 HEAD_DIMENSION = {"q": 2, "k": 2, "v": 2, "z": 2, "result": 2, "scores": 1, "pattern": 1}
 ARGUMENTS = {"q": "query", "k": "key", "v": "value"}
 COMPUTED = ("scores", "pattern")
+PER_HEAD = ("z", "result")
 RESULT = "{point}: @result is computed from @z, and nothing in the model reads it. Edit @z, or record its gradient."
 NO_HEAD = "{address!r}: this point has the {what} 0 to {last}"
 
@@ -45,19 +46,21 @@ def attend(function: Any, acting: list[Acting], args: tuple[Any, ...], kwargs: d
     if _meaning(acting[0][0]).dimension is not None:
         return _act(acting, _meaning(acting[0][0]).name, function(*args, **kwargs))
     call = AttentionCall.of(function, args, kwargs, acting[0][1].module)
+    names = {_meaning(binding).name for binding, _ in acting}
     for name, argument in ARGUMENTS.items():
-        if _of(acting, name):
+        if name in names:
             given = _apart(call.given[argument]).transpose(1, 2)
             value = _act(acting, name, given)
             if not _all_read(acting, name):
                 call = call.with_value(argument, value.transpose(1, 2))
-    if all(_all_read(acting, name) for name in COMPUTED):
+    if names.isdisjoint(COMPUTED):
         output = call.run()
-        if any(_of(acting, name) for name in COMPUTED):
-            _show_computed(call, acting, output)
+    elif all(_all_read(acting, name) for name in COMPUTED):
+        output = call.run()
+        _show_computed(call, acting, output)
     else:
         output = _computed(call, acting)
-    return _with_heads(call, acting, output)
+    return output if names.isdisjoint(PER_HEAD) else _with_heads(call, acting, output)
 
 
 def _apart(tensor: Tensor) -> Tensor:
@@ -88,10 +91,8 @@ def _check(call: AttentionCall, acting: list[Acting], scores: Tensor, pattern: T
 
 
 def _with_heads(call: AttentionCall, acting: list[Acting], output: Any) -> Any:
-    if not _of(acting, "z") and not _of(acting, "result"):
-        return output
     given = call.z_of(output)
-    value = _act(acting, "z", given) if _of(acting, "z") else given
+    value = _act(acting, "z", given)
     if value is not given or (call.is_torch and not _all_read(acting, "z")):
         output = call.with_z(output, value)
     for binding, context in _of(acting, "result"):

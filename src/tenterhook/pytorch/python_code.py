@@ -15,6 +15,7 @@ from typing import Any
 __all__ = [
     "EMPTY",
     "all_constants",
+    "attribute_names",
     "cell_names",
     "cell_value",
     "cells_of",
@@ -33,6 +34,7 @@ __all__ = [
     "lines_of",
     "mentioned_names",
     "nested_codes",
+    "only_computes",
     "own_frame",
     "replaceable_parts",
     "set_cell",
@@ -45,6 +47,11 @@ EMPTY: Any = object()
 
 _EXTENDED_ARG, _LOAD_GLOBAL = dis.opmap["EXTENDED_ARG"], dis.opmap["LOAD_GLOBAL"]
 _OTHER_GLOBALS = {dis.opmap[name] for name in ("LOAD_NAME", "STORE_GLOBAL", "DELETE_GLOBAL")}
+
+_LOCAL = ("STORE_FAST", "DELETE_FAST")  # The operations that assign local variables only.
+_EFFECTS = ("STORE_", "DELETE_", "IMPORT_", "LOAD_BUILD_CLASS", "LOAD_NAME")
+_LOOKUPS = ("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER")
+_IN_PLACE = "="  # Ends the description of an operator such as +=.
 
 _PARTS = operator.attrgetter("__code__", "__defaults__", "__kwdefaults__")
 
@@ -159,6 +166,29 @@ def global_names(code: CodeType) -> frozenset[str]:
         elif operation in _OTHER_GLOBALS:
             found.add(code.co_names[argument])
     return frozenset(found.union(*[global_names(inner) for inner in nested_codes(code)]))
+
+
+@functools.lru_cache(maxsize=20_000)
+def attribute_names(code: CodeType) -> frozenset[str]:
+    """Return the names of the attributes and methods that a code object, or code nested in it, looks up."""
+    found = {each.argval for each in dis.get_instructions(code) if each.opname.startswith(_LOOKUPS)}
+    return frozenset(found.union(*[attribute_names(inner) for inner in nested_codes(code)]))
+
+
+@functools.lru_cache(maxsize=20_000)
+def only_computes(code: CodeType) -> bool:
+    """Return whether a code object assigns nothing but its local variables, and imports nothing.
+
+    It may still call a function that has an effect. Operators such as ``+=`` may change an object, so they count.
+    """
+    for each in dis.get_instructions(code):
+        name = each.opname
+        is_local = name.startswith(_LOCAL) or (name == "STORE_DEREF" and each.argval in code.co_cellvars)
+        if name.startswith(_EFFECTS) and not is_local:
+            return False
+        if name == "BINARY_OP" and each.argrepr.endswith(_IN_PLACE):
+            return False
+    return all(map(only_computes, nested_codes(code)))
 
 
 @functools.lru_cache(maxsize=20_000)

@@ -217,12 +217,14 @@ def read(entry: Entry, address: str, given: set[int] | None) -> Any:
     found, watched = value(entry), [entry[:2]] if isinstance(entry, tuple) else entry.watched
     if type(entry) is KeptValue and entry.in_transform and in_transform():
         raise TapeError(INSIDE.format(address=address))
+    wrapped = False
     for tensor, version in watched:
         if tensor._version != version:
             raise ValueChanged(CHANGED.format(address=address, old=version, new=tensor._version))
         if given is not None and tensor.is_cpu:
             _refuse_lent(tensor, address, given)
-    if any(is_wrapped(tensor) for tensor, _ in watched):
+        wrapped = wrapped or is_wrapped(tensor)
+    if wrapped:
         return map_tensors(lambda tensor: _whole(tensor, address), found)
     # It may require a gradient now, although it did not when it was recorded.
     return found.detach() if isinstance(found, Tensor) and found.requires_grad else found

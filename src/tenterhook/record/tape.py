@@ -20,7 +20,7 @@ from tenterhook.address.suggest import listed, nearest
 from tenterhook.errors import AddressError, AmbiguousCall, NotRecorded, TenterhookError
 from tenterhook.pytorch.wrappers import unwrapped
 from tenterhook.record.kept_value import read, value
-from tenterhook.record.tape_log import SPAN, TapeLog
+from tenterhook.record.tape_log import SPAN, LogEntries, TapeLog
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -133,9 +133,10 @@ class TapeView(Mapping[str, Any]):
     def __getitem__(self, address: str) -> Any:
         track = self._tracks.get(address) if type(address) is str else None
         if track is not None and track.numbers is None:  # The usual case: a recorded address with one call.
-            numbers = tuple(track.entries)
+            entries = track.entries
+            numbers = entries.numbers() if type(entries) is LogEntries else [*entries]
             if len(numbers) == 1:
-                return self._read(track.entries[numbers[0]], address)
+                return self._read(entries[numbers[0]], address)
         base, call = self._find(address)
         place = self._place(base, address)
         entries = self._tracks[base].entries_at(place)

@@ -146,7 +146,8 @@ class TapeLog:
 
     def calls_of(self, base: int) -> list[int]:
         """Return the recorded calls of one track, in order."""
-        stamp = (len(self.entries), next(reversed(self.entries), None))
+        entries = self.entries
+        stamp = (len(entries), next(reversed(entries), None))
         if stamp != self._stamp:
             self._stamp, self._held = stamp, {}
         found = self._held.get(base)
@@ -214,6 +215,10 @@ class LogEntries(MutableMapping[int, Any]):
 
     def __contains__(self, call: object) -> bool:
         return isinstance(call, int) and self.base + call in self._log.entries
+
+    def numbers(self) -> list[int]:
+        """Return the numbers of the calls, in order. The list belongs to the log."""
+        return self._log.calls_of(self.base)
 
     def __iter__(self) -> Iterator[int]:
         return iter(tuple(self._log.calls_of(self.base)))

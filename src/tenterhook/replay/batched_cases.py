@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -64,11 +66,16 @@ class Slices(Action):
         """Apply the changes of all cases in place."""
         if self._put_in_one_view(out, context):
             return
+        changes = [[self._fitted(change) for change in own] for own in self._changes]
         pieces = out.split(self._batch)
-        if not self._put_at_once(pieces, context):
-            for changes, piece in zip(self._changes, pieces, strict=True):
-                for change in changes:
+        if not _put_at_once(changes, pieces, context):
+            for own, piece in zip(changes, pieces, strict=True):
+                for change in own:
                     _put(change, piece, context)
+
+    def _fitted(self, change: Change) -> Change:
+        """Return a change with its index for the values of this run."""
+        return change
 
     def _put_in_one_view(self, out: Tensor, context: Context) -> bool:
         """Write all cases into one view of a value, if there is one. Return False otherwise.
@@ -80,8 +87,8 @@ class Slices(Action):
         if len(edits) < max(FEW, len(self._changes)) or not _alike(edits) or not _have_one_step([e.at for e in edits]):
             return False
         first, second, last = (
-            edits[place]._cut(out.narrow(0, place * self._batch, self._batch), context)
-            for place in (0, 1, len(edits) - 1)
+            self._fitted(self._changes[place][0]).call._cut(piece, context)  # type: ignore[attr-defined]
+            for place, piece in ((at, out.narrow(0, at * self._batch, self._batch)) for at in (0, 1, len(edits) - 1))
         )
         step, value = second.storage_offset() - first.storage_offset(), edits[0].value
         if (value.shape, value.dtype, value.device) != (first.shape, first.dtype, first.device):
@@ -90,26 +97,6 @@ class Slices(Action):
             return False
         view = first.as_strided((len(edits), *first.shape), (step, *first.stride()), first.storage_offset())
         view.copy_(torch.stack([edit.value for edit in edits]))
-        return True
-
-    def _put_at_once(self, pieces: tuple[Tensor, ...], context: Context) -> bool:
-        """Write all cases with one operation, if each case sets a part to a tensor. Return False otherwise."""
-        probes = list(map(is_probe, self._changes))
-        cases = [changes for changes, probe in zip(self._changes, probes, strict=True) if changes and not probe]
-        edits = [changes[0].call for changes in cases]
-        if max(map(len, self._changes)) > 1 or not all(isinstance(e, Set) and _is_set_in_place(e) for e in edits):
-            return False
-        for changes, probe, piece in zip(self._changes, probes, pieces, strict=True):
-            if probe:
-                _put(changes[0], piece, context)
-        marked = zip(self._changes, probes, pieces, strict=True)
-        pieces = tuple([piece for changes, probe, piece in marked if changes and not probe])
-        cuts = [edit._cut(piece, context) for edit, piece in zip(edits, pieces, strict=True)]  # type: ignore[attr-defined]
-        new = [
-            fit(_given(edit, piece, cut), cut, context, edit).expand_as(cut)
-            for edit, piece, cut in zip(edits, pieces, cuts, strict=True)
-        ]
-        copy_all(cuts, new)
         return True
 
     def _check(self, value: Tensor, context: Context) -> None:
@@ -134,6 +121,26 @@ class Slices(Action):
             if any(made[path] is not dict(tensors(given))[path] for made, given in zip(new, old, strict=True)):
                 value = replace_at(value, path, torch.cat([made[path] for made in new]))
         return value
+
+
+def _put_at_once(changes: list[list[Change]], pieces: tuple[Tensor, ...], context: Context) -> bool:
+    """Write all cases with one operation, if each case sets a part to a tensor. Return False otherwise."""
+    probes = list(map(is_probe, changes))
+    edits = [own[0].call for own, probe in zip(changes, probes, strict=True) if own and not probe]
+    if max(map(len, changes)) > 1 or not all(isinstance(e, Set) and _is_set_in_place(e) for e in edits):
+        return False
+    for own, probe, piece in zip(changes, probes, pieces, strict=True):
+        if probe:
+            _put(own[0], piece, context)
+    marked = zip(changes, probes, pieces, strict=True)
+    pieces = tuple([piece for own, probe, piece in marked if own and not probe])
+    cuts = [edit._cut(piece, context) for edit, piece in zip(edits, pieces, strict=True)]  # type: ignore[attr-defined]
+    new = [
+        fit(_given(edit, piece, cut), cut, context, edit).expand_as(cut)
+        for edit, piece, cut in zip(edits, pieces, cuts, strict=True)
+    ]
+    copy_all(cuts, new)
+    return True
 
 
 def _put(change: Change, piece: Tensor, context: Context) -> None:
@@ -163,29 +170,28 @@ def _given(edit: Any, piece: Tensor, cut: Tensor) -> Any:
 
 def _alike(edits: Sequence[Any]) -> bool:
     """Return whether all edits set a part to tensors of the same kind, with an index that returns a view."""
-    if not all(isinstance(edit, Set) and isinstance(edit.value, Tensor) for edit in edits):
+    if {type(edit) for edit in edits} != {Set}:
         return False
-    value = edits[0].value
-    same = all(
-        edit.value.shape == value.shape and edit.value.dtype is value.dtype and edit.value.device == value.device
-        for edit in edits
-    )
-    return same and _is_set_in_place(edits[0])
+    values = [edit.value for edit in edits]
+    if {type(value) for value in values} != {Tensor} or {edit.part is None for edit in edits} != {True}:
+        return False
+    kinds = {(value.shape, value.dtype, value.device) for value in values}
+    return len(kinds) == 1 and _is_set_in_place(edits[0])
 
 
 def _have_one_step(indices: Sequence[Any]) -> bool:
     """Return whether indices are equal, except for numbers that grow by the same step from each to the next."""
-    first = indices[0]
-    if not all(type(index) is tuple and len(index) == len(first) for index in indices):
+    if {type(index) for index in indices} != {tuple} or len({len(index) for index in indices}) != 1:
         return False
     for parts in zip(*indices, strict=True):
-        if type(parts[0]) is not int:
-            if any(part != parts[0] for part in parts):
+        kinds = {type(part) for part in parts}
+        if kinds == {int}:
+            step = parts[1] - parts[0]
+            if any(map(operator.ne, parts, itertools.count(parts[0], step))):
                 return False
-            continue
-        step = parts[1] - parts[0] if type(parts[1]) is int else 0
-        fits = all(type(part) is int and part == parts[0] + step * place for place, part in enumerate(parts))
-        if not fits or min(parts) < 0 <= max(parts):  # A negative number counts from the end.
+            if min(parts) < 0 <= max(parts):  # A negative number counts from the end.
+                return False
+        elif not kinds <= {slice, type(None), type(...)} or parts.count(parts[0]) != len(parts):
             return False
     return True
 

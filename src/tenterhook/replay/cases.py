@@ -100,11 +100,8 @@ class Prepared:
     index: int
     case: Case
     edits: list[tuple[Point, list[Change]]]
-
-    @property
-    def key(self) -> tuple[tuple[str, int | CallRange | None], ...]:
-        """The edited points. Cases with the same key can run in one batch."""
-        return tuple((point.address, point.call) for point, _ in self.edits)
+    key: tuple[tuple[str, int | CallRange | None], ...]
+    """The edited points. Cases with the same key can run in one batch."""
 
     @property
     def has_effect_on_all_rows(self) -> bool:
@@ -115,40 +112,39 @@ class Prepared:
         )
 
 
+def _points(model: nn.Module, selector: Any) -> tuple[Point, ...]:
+    points = resolve(model, [selector])
+    last = [point for point in points if isinstance(point.call, int) and point.call < 0]
+    if last:
+        raise AddressError(f"{last[0]}: a run cannot know which call will be the last; count from #0")
+    return points
+
+
 def prepare(model: nn.Module, cases: Iterable[Any]) -> list[Prepared]:
     """Resolve the points of all cases before anything runs."""
     found: dict[Any, tuple[Point, ...]] = {}
-
-    def points(selector: Any) -> tuple[Point, ...]:
-        if not isinstance(selector, str):
-            return resolve(model, [selector])
-        if selector not in found:
-            found[selector] = resolve(model, [selector])
-        return found[selector]
-
     prepared = []
     for index, given in enumerate(cases):
         case = given if isinstance(given, Case) else Case(given)
-        if not isinstance(case.edits, Mapping):
+        if type(case.edits) is not dict and not isinstance(case.edits, Mapping):
             kind = type(case.edits).__name__
             raise SweepError(
                 f"case {index} is a {kind}; a case is a dict of edits, as for th.edit: {{'h.3': th.zero()}}"
             )
         if not case.edits:
             raise SweepError(f"case {index} ({case}) edits nothing; leave it out: the unedited run is .base")
+        edits = []
         try:
-            edits = [
-                (point, [as_change(one) for one in (change if isinstance(change, list) else [change])])
-                for selector, change in case.edits.items()
-                for point in points(selector)
-            ]
+            for selector, change in case.edits.items():
+                points = found.get(selector) if type(selector) is str else _points(model, selector)
+                if points is None:
+                    points = found[selector] = _points(model, selector)
+                changes = change if isinstance(change, list) else (change,)
+                edits += [(point, [*map(as_change, changes)]) for point in points]
         except TenterhookError as error:
             error.add_note(f"in case {index} ({case}) of the sweep")
             raise
-        last = [point for point, _ in edits if isinstance(point.call, int) and point.call < 0]
-        if last:
-            raise AddressError(f"{last[0]}: a run cannot know which call will be the last; count from #0")
-        prepared.append(Prepared(index, case, edits))
+        prepared.append(Prepared(index, case, edits, tuple([(point.address, point.call) for point, _ in edits])))
     if not prepared:
         raise SweepError("a sweep needs at least one case")
     return prepared

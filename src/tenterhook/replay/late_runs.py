@@ -14,11 +14,14 @@ from torch import Tensor
 from tenterhook._text import counted
 from tenterhook._tree import map_tensors, tensors
 from tenterhook.address import Point, Site
+from tenterhook.address.walk import walk
+from tenterhook.batch.shared_object import NotSeparated, without_shared_objects
 from tenterhook.edit.ready import Edit
 from tenterhook.engine.action import Binding
 from tenterhook.engine.session import open_here
 from tenterhook.pytorch.wrappers import unwrapped
 from tenterhook.replay.batched_cases import BatchedSession, room_for
+from tenterhook.replay.batched_metric import measure_together
 from tenterhook.replay.cases import Prepared
 from tenterhook.replay.growing_batch import apart
 from tenterhook.replay.prefix_cache import cut_cache
@@ -27,6 +30,7 @@ from tenterhook.replay.prefix_serving import (
     FEWEST,
     IDS,
     SHARE,
+    EditedRows,
     Late,
     NotCausal,
     PrefixInputs,
@@ -36,7 +40,7 @@ from tenterhook.replay.prefix_serving import (
     changed_before,
     each_case,
     late_cases,
-    shifted,
+    one_case,
     some_cases,
     takes_tokens,
     with_prefix,
@@ -56,7 +60,7 @@ NOT_ALONE = "the unedited input gives another result with a prefix than as a who
 NOT_TOGETHER = "the unedited input gives another result in a batch than alone"
 NOT_WHOLE = "case {case} gives another result with a prefix"
 NOT_CAUSAL = "the model is not causal: other tokens from {start} on change earlier positions"
-AT_ONCE = 2**29  # Bytes of outputs of whole sequences that exist at a time.
+OWN_METRIC = "the metric gives another result for all cases in one call"
 
 
 class LateRuns:
@@ -71,7 +75,7 @@ class LateRuns:
         # With batch=1, values are bit for bit those of whole runs.
         if runner.most == 1 or len(self._local) < FEWEST:
             return
-        if any(module.training for module in runner.model.modules()):
+        if any(module.training for _, module in walk(runner.model)[0]):
             return  # Dropout would differ in each run.
         if not takes_tokens(runner.model):
             return
@@ -108,7 +112,7 @@ class LateRuns:
                 reason = reason or "the last positions of these cases did not fit in memory"
                 continue
             except Exception as error:  # noqa: BLE001  Whole sequences show whether a case fails by itself.
-                reason = reason or (str(error) if isinstance(error, NotCausal) else f"{error!r:.160}")
+                reason = reason or (str(error) if isinstance(error, (NotCausal, NotSeparated)) else f"{error!r:.160}")
                 continue
             done |= {each.case.index for each in group}
             names = counted(len(group), "case")
@@ -123,7 +127,8 @@ class LateRuns:
     def _run_group(self, inputs: PrefixInputs, group: list[Late], start: int) -> int:
         """Run cases from a position on, and keep their results if the checks hold. Return how many were compared."""
         runner, batch = self._runner, len(inputs.ids)
-        group = sorted(group, key=lambda each: str(each.case.key))
+        kinds: dict[Any, int] = {}
+        group = sorted(group, key=lambda each: kinds.setdefault(each.kind, len(kinds)))
         cache = self._prefix(inputs, start)
         outputs = []
         for chunk in self._chunks(group, inputs, start, cache):
@@ -131,12 +136,36 @@ class LateRuns:
             output = self._run_rows(inputs, chunk, inputs.rest(start, cache, rows), start)
             outputs.append((chunk, by_case(output, rows, batch)))
         chosen = self._chosen(group)
-        self._compare(inputs, chosen, outputs, start)
-        for chunk, output in outputs:
-            for part, whole in self._whole(chunk, output, start):
-                for case, piece in zip(part, each_case(whole, len(part)), strict=True):
-                    runner.keep(case.case, piece)
+        # A GPU computes the metric while the next run is prepared. There is one wait for it, at the end.
+        found, differ = self._measure_together(outputs, start)
+        doubts = self._compare(inputs, chosen, outputs, start)
+        trusted = _read([*doubts, *[(OWN_METRIC, each) for each in differ]])
+        if not trusted or not all(runner.keep_all([each.case for each in part], own) for part, own in found):
+            for chunk, output in outputs:
+                for part, whole in self._whole(chunk, output, start):
+                    for case, piece in zip(part, each_case(whole, len(part)), strict=True):
+                        runner.keep(case.case, piece)
         return len(chosen)
+
+    def _measure_together(
+        self, outputs: list[tuple[list[Late], Any]], start: int
+    ) -> tuple[list[tuple[list[Late], Tensor]], list[Tensor]]:
+        """Return the metric of all cases, and whether that of some cases is another one alone.
+
+        The list is empty, and the answer yes, if the metric must be called for each case.
+        """
+        metric, found, differ = self._runner.plain_metric(), list[tuple[list[Late], Tensor]](), list[Tensor]()
+        if metric is None:
+            return [], [torch.ones((), dtype=torch.bool)]
+        for part, whole in itertools.chain(*[self._whole(chunk, output, start) for chunk, output in outputs]):
+            own = measure_together(metric, whole)
+            if own is None:
+                return [], [torch.ones((), dtype=torch.bool)]
+            found.append((part, own))
+            for place in {0, len(part) - 1}:
+                alone = torch.as_tensor(metric(one_case(whole, place)))
+                differ += apart(alone, own[place])
+        return found, differ
 
     def _prefix(self, inputs: PrefixInputs, start: int) -> Any:
         """Return a cache of the positions before ``start``: that of the unedited run, if it has one that can be cut."""
@@ -168,17 +197,16 @@ class LateRuns:
         for first, same in _runs_of_one_kind(cases):
             for number, (point, _) in enumerate(same[0].case.edits):
                 path, place = same[0].places[number]
-                shape = self._shapes[point].of[path]
-                changes = [[shifted(one, place, shape, start) for one in each.case.edits[number][1]] for each in same]
-                expected = (path, place, inputs.length - start)
-                bindings.append(Binding(point, RowRange(changes, batch, first, rows, expected)))
+                where = EditedRows(batch, first, rows, path, place, self._shapes[point].of[path], start)
+                changes = [each.case.edits[number][1] for each in same]
+                bindings.append(Binding(point, RowRange(changes, where)))
         with BatchedSession(runner.model, bindings):
-            return runner.run_and_read(lambda: runner.model(**given))
+            return without_shared_objects(runner.run_and_read(lambda: runner.model(**given)))
 
     def _whole(self, cases: list[Late], output: Any, start: int) -> Iterator[tuple[list[Late], Any]]:
-        """Yield the outputs of cases for all positions, only some at a time because they can be large."""
-        size = sum(tensor.nbytes for _, tensor in tensors(self._runner.unedited))
-        step = max(1, AT_ONCE // max(1, size))
+        """Yield the outputs of cases for all positions, only as many at a time as fit in memory."""
+        found = [tensor for _, tensor in tensors(self._runner.unedited)]
+        step = room_for(sum(tensor.nbytes for tensor in found), found[0].device)
         for first in range(0, len(cases), step):
             part = cases[first : first + step]
             own = map_tensors(operator.itemgetter(slice(first, first + len(part))), output)
@@ -199,10 +227,11 @@ class LateRuns:
 
     def _compare(
         self, inputs: PrefixInputs, chosen: list[Late], outputs: list[tuple[list[Late], Any]], start: int
-    ) -> None:
-        """Raise if some cases give another result in runs of the whole sequence, or if the model is not causal.
+    ) -> list[tuple[str, Tensor]]:
+        """Return whether some cases give another result in runs of the whole sequence, and whether the model is causal.
 
         They run as one batch, together with the unedited input, and the input that has other tokens after the prefix.
+        Each doubt is a text and a tensor that is true if it is justified.
         """
         unedited, batch, count = self._runner.unedited, len(inputs.ids), len(chosen) + 2
         given = inputs.with_perturbed(start, count)
@@ -220,12 +249,7 @@ class LateRuns:
             doubts += [(name, each[place]) for each in differ for place, name in enumerate(names)]
         rest = some_cases(outputs[-1][1], [-1])
         changed = changed_before(unedited, some_cases(whole, [-1]), rest, start)
-        doubts += [(NOT_CAUSAL.format(start=start), each) for each in changed]
-        device = inputs.ids.device
-        flags = torch.stack([each.reshape(()).to(device) for _, each in doubts]).tolist()
-        raised = [text for (text, _), flag in zip(doubts, flags, strict=True) if flag]
-        if raised:
-            raise NotCausal(min(raised, key=lambda text: text != NOT_CAUSAL.format(start=start)))
+        return [(NOT_CAUSAL.format(start=start), each) for each in changed] + doubts
 
 
 def _says_where(case: Prepared) -> bool:
@@ -237,10 +261,21 @@ def _says_where(case: Prepared) -> bool:
     return True
 
 
+def _read(doubts: list[tuple[str, Tensor]]) -> bool:
+    """Read all doubts from the device. Return whether the metrics can be used, and raise if another doubt holds."""
+    device = doubts[0][1].device
+    flags = torch.stack([each.reshape(()).to(device) for _, each in doubts]).tolist()
+    raised = [text for (text, _), flag in zip(doubts, flags, strict=True) if flag]
+    serious = next((text for text in raised if text != OWN_METRIC), None)
+    if serious is not None:
+        raise NotCausal(serious)
+    return not raised
+
+
 def _runs_of_one_kind(cases: Sequence[Late]) -> Iterator[tuple[int, list[Late]]]:
     """Yield the cases that edit the same points, with the number of the first of them."""
     first = 0
-    for _, same in itertools.groupby(cases, key=lambda each: each.case.key):
+    for _, same in itertools.groupby(cases, key=operator.attrgetter("kind")):
         found = list(same)
         yield first, found
         first += len(found)
@@ -249,11 +284,13 @@ def _runs_of_one_kind(cases: Sequence[Late]) -> Iterator[tuple[int, list[Late]]]
 def _by_start(late: list[Late]) -> Iterator[tuple[int, list[Late]]]:
     """Yield the cases by their first position, from the last position on. A small group joins the one before it."""
     waiting: list[Late] = []
-    starts = sorted({each.start for each in late}, reverse=True)
-    for number, start in enumerate(starts):
-        waiting += [each for each in late if each.start == start]
-        if len(waiting) >= FEWEST and sum(each.start < start for each in late) not in range(1, FEWEST):
+    by_start: dict[int, list[Late]] = {}
+    for each in late:
+        by_start.setdefault(each.start, []).append(each)
+    left = len(late)
+    for start in sorted(by_start, reverse=True):
+        waiting += by_start[start]
+        left -= len(by_start[start])
+        if (len(waiting) >= FEWEST and left not in range(1, FEWEST)) or not left:
             yield start, waiting
             waiting = []
-        elif number == len(starts) - 1:
-            yield start, waiting

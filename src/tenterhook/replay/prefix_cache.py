@@ -24,11 +24,21 @@ def cut_cache(cache: Any, length: int, stop: int) -> Any:
     return own
 
 
-def repeated_cache(cache: Any, rows: Tensor) -> Any:
-    """Return a copy of a cache with the rows of an index, to which a run can add."""
-    own = _copied(cache) if _is_plain(cache) else copy.deepcopy(cache)
-    own.batch_select_indices(rows)
+def repeated_cache(cache: Any, batch: int, times: int, device: torch.device) -> Any:
+    """Return a copy of a cache of ``batch`` rows with all rows several times, to which a run can add."""
+    if not _is_plain(cache):
+        own = copy.deepcopy(cache)
+        own.batch_select_indices(torch.arange(batch, device=device).repeat(times))
+        return own
+    own = _copied(cache)
+    for layer in own.layers:
+        layer.keys, layer.values = _repeated(layer.keys, times), _repeated(layer.values, times)
     return own
+
+
+def _repeated(tensor: Tensor, times: int) -> Tensor:
+    """Return a tensor with all rows several times, without a copy of a single row: an update of the cache copies it."""
+    return tensor.expand(times, *tensor.shape).flatten(0, 1)
 
 
 def _is_plain(cache: Any) -> bool:

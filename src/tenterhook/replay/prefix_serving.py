@@ -10,6 +10,7 @@ edited point, must give the same result as runs of the whole sequence.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -35,6 +36,7 @@ __all__ = [
     "FEWEST",
     "IDS",
     "SHARE",
+    "EditedRows",
     "Late",
     "NotCausal",
     "PrefixInputs",
@@ -44,7 +46,7 @@ __all__ = [
     "changed_before",
     "each_case",
     "late_cases",
-    "shifted",
+    "one_case",
     "some_cases",
     "takes_tokens",
     "with_prefix",
@@ -82,6 +84,8 @@ class Late:
     case: Prepared
     start: int
     places: list[tuple[Path, int]]
+    kind: Any
+    """The edited tensors. Cases of the same kind have one action for all of them."""
 
 
 # -- which cases -------------------------------------------------------------------------------------------------------
@@ -91,7 +95,7 @@ def late_cases(cases: Sequence[Prepared], shapes: dict[Point, Shapes], length: i
     """Return the cases that edit late positions only, and the reason why others do not."""
     late: list[Late] = []
     reason = ""
-    known: dict[Any, tuple[Path, int]] = {}
+    known: dict[Any, Any] = {}
     for case in cases:
         try:
             late.append(_late(case, shapes, length, known))
@@ -104,36 +108,34 @@ def late_cases(cases: Sequence[Prepared], shapes: dict[Point, Shapes], length: i
     return late, reason
 
 
-def _late(case: Prepared, shapes: dict[Point, Shapes], length: int, known: dict[Any, tuple[Path, int]]) -> Late:
+def _late(case: Prepared, shapes: dict[Point, Shapes], length: int, known: dict[Any, Any]) -> Late:
     """Return a case with its first position. ``known``: the dimensions of positions that earlier cases needed."""
-    start, places = length, []
+    start, places = length, list[tuple[Path, int]]()
+    kind: Any = case.key
     for point, changes in case.edits:
-        if point not in shapes:
-            raise NotCausal(f"it edits the parameter {point}")
-        parts = [_part_of(change) for change in changes]
-        key = (id(point), *parts)
+        key = (id(point), *[change.part for change in changes])
         if key not in known:
-            known[key] = _position_of(point, shapes[point], length, set(parts))
-        path, place = known[key]
-        size = len(shapes[point].of[path])
+            known[key] = _position_of(point, shapes, length, changes)
+        path, place, size = known[key]
         for change in changes:
             if isinstance(change.call, Skip) or not isinstance(change.call, Edit):
                 raise NotCausal(f"{change.name} at {point} does not say which positions it changes")
-            start = min(start, _bounds(_all_parts(change.call.at, size)[place], length)[0])
+            start = min(start, _first(change.call.at, place, size, length))
         places.append((path, place))
+        kind = (kind, path)
     if length - start > length // SHARE:
         raise NotCausal(f"it edits position {start} of {length}, and only the last quarter is worth it")
-    return Late(case, start, places)
+    return Late(case, start, places, known.setdefault(kind, kind))
 
 
-def _part_of(change: Change) -> Path | None:
-    """Return the path of the tensor that an edit changes, if the edit names it."""
-    part = getattr(change.call, "part", None)
-    return part if part is None or isinstance(part, tuple) else (part,)
-
-
-def _position_of(point: Point, shapes: Shapes, length: int, parts: set[Path | None]) -> tuple[Path, int]:
-    """Return the tensor of a value that is edited, and its dimension of positions."""
+def _position_of(
+    point: Point, all_shapes: dict[Point, Shapes], length: int, changes: list[Change]
+) -> tuple[Path, int, int]:
+    """Return the tensor of a value that is edited, its dimension of positions, and how many dimensions it has."""
+    if point not in all_shapes:
+        raise NotCausal(f"it edits the parameter {point}")
+    shapes = all_shapes[point]
+    parts = {part if part is None or isinstance(part, tuple) else (part,) for part in [one.part for one in changes]}
     found = [path for path, shape in shapes.of.items() if len(shape) > 1 and (path in parts or parts == {None})]
     if shapes.calls != 1 or len(found) != 1:
         raise NotCausal(f"{point} has no single value with positions")
@@ -142,7 +144,17 @@ def _position_of(point: Point, shapes: Shapes, length: int, parts: set[Path | No
     place = len(shape) - 2 if point.meaning in PATTERNS else 1
     if shape[place] != length:
         raise NotCausal(f"the value at {point} has the shape {list(shape)}, without the {length} positions")
-    return found[0], place
+    return found[0], place, len(shape)
+
+
+def _first(index: Any, place: int, size: int, length: int) -> int:
+    """Return the first position that an index selects."""
+    if type(index) is tuple and len(index) > place and {*map(type, index)} <= {int, slice}:
+        part = index[place]
+        if type(part) is int:
+            return part + length if part < 0 else part
+        return _bounds(part, length)[0]
+    return _bounds(_all_parts(index, size)[place], length)[0]
 
 
 def _all_parts(index: Any, size: int) -> list[Any]:
@@ -188,25 +200,42 @@ def shifted(change: Change, place: int, shape: torch.Size, start: int) -> Change
     return as_change(replace(edit, at=tuple(parts), part=None, **more))
 
 
+@dataclass(slots=True)
+class EditedRows:
+    """The rows of a batch that an edit changes, and the tensor: its place in a value, and its whole shape."""
+
+    batch: int
+    first: int
+    rows: int
+    path: Path
+    place: int
+    shape: torch.Size
+    start: int
+
+
 class RowRange(Slices):
     """An edit at one point for the cases in a range of the rows of a batch."""
 
-    def __init__(
-        self, changes: list[list[Change]], batch: int, first: int, rows: int, expected: tuple[Path, int, int]
-    ) -> None:
-        super().__init__(changes, batch)
-        self._first, self._rows = first * batch, rows * batch
-        self._path, self._place, self._length = expected
+    def __init__(self, changes: list[list[Change]], where: EditedRows) -> None:
+        super().__init__(changes, where.batch)
+        self._where = where
 
     def __call__(self, value: Any, context: Context) -> Any:
         self.reached = True
-        tensor = dict(tensors(value)).get(self._path)
-        if tensor is None or tensor.shape[0] != self._rows or tensor.shape[self._place] != self._length:
+        where, tensor = self._where, dict(tensors(value)).get(self._where.path)
+        rows, first = where.rows * where.batch, where.first * where.batch
+        # A window of the last keys is another value: an index of keys, or noise, would be another edit.
+        expected = [rows, *where.shape[1:]]
+        expected[where.place] -= where.start
+        if tensor is None or list(tensor.shape) != expected:
             shown = "no such tensor" if tensor is None else list(tensor.shape)
             raise NotCausal(f"the value at {context.address!r} has {shown} in a batch of later positions")
         out = tensor.clone()
-        self._put_all(out[self._first : self._first + len(self._changes) * self._batch], context)
-        return replace_at(value, self._path, out)
+        self._put_all(out[first : first + len(self._changes) * self._batch], context)
+        return replace_at(value, where.path, out)
+
+    def _fitted(self, change: Change) -> Change:
+        return shifted(change, self._where.place, self._where.shape, self._where.start)
 
 
 # -- their inputs ------------------------------------------------------------------------------------------------------
@@ -265,8 +294,8 @@ class PrefixInputs:
             if isinstance(value, Tensor) and value.dim() and len(value) == batch:
                 given[name] = value.repeat(times, *[1] * (value.dim() - 1))
         if start:
-            rows = torch.arange(batch, device=self.ids.device).repeat(times)
-            given |= {CACHE: repeated_cache(cache, rows), USE_CACHE: True}  # Each run adds to its own cache.
+            own = repeated_cache(cache, batch, times, self.ids.device)  # Each run adds to its own cache.
+            given |= {CACHE: own, USE_CACHE: True}
         return given
 
     def with_perturbed(self, start: int, times: int) -> dict[str, Any]:
@@ -274,7 +303,7 @@ class PrefixInputs:
         given = self.rest(0, None, times)
         ids, batch = given[IDS], len(self.ids)
         other = self.ids.roll(1, 1).flip(1)[:, start:]  # Tokens of this input, in another order.
-        other = other.where(other != self.ids[:, start:], (other + 1) % max(2, int(self.ids.max()) + 1))
+        other = other.where(other != self.ids[:, start:], (other + 1) % (self.ids.max() + 1).clamp(min=2))
         ids[-batch:, start:] = other
         return given
 
@@ -303,6 +332,11 @@ def each_case(value: Any, count: int) -> list[Any]:
 
 def _part(value: Any, parts: dict[int, tuple[Tensor, ...]], place: int) -> Any:
     return map_tensors(lambda tensor: parts[id(tensor)][place], value)
+
+
+def one_case(value: Any, place: int) -> Any:
+    """Return the output of one case of a result of :func:`by_case`."""
+    return map_tensors(operator.itemgetter(place), value)
 
 
 def with_prefix(unedited: Any, rest: Any, start: int) -> Any:

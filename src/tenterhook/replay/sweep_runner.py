@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import itertools
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -15,6 +16,7 @@ from tenterhook._look.progress import bar
 from tenterhook._text import counted
 from tenterhook._tree import tensors
 from tenterhook.address import Point
+from tenterhook.batch.shared_object import NotSeparated, without_shared_objects
 from tenterhook.call_trace.digest import digest
 from tenterhook.call_trace.trace import RETURNS_INPUT
 from tenterhook.edit.change import Change
@@ -23,6 +25,7 @@ from tenterhook.engine.action import Binding
 from tenterhook.errors import SweepError, SweepInterrupted, TenterhookWarning, UnsupportedTorch
 from tenterhook.record.verb import record
 from tenterhook.replay.batched_cases import BatchedSession, CannotBatch, Slices, examples, parts, room_for, together
+from tenterhook.replay.batched_metric import only_measures
 from tenterhook.replay.call_server import ServedCall
 from tenterhook.replay.cases import Case, Prepared
 from tenterhook.replay.distance import distance
@@ -215,10 +218,13 @@ class Runner:
             return False
         self._joined = self._checked = True
         self._unsettled.append(([each for group in groups for each in group], list(server.doubts or [])))
-        for its, group, edit in zip(rows, groups, edits, strict=True):
-            for _, alone, piece in self._compared(group, its, [next(pieces) for _ in its], edit.measures):
-                self._checks += apart(alone, piece)
-        return True
+        try:
+            for its, group, edit in zip(rows, groups, edits, strict=True):
+                for _, alone, piece in self._compared(group, its, [next(pieces) for _ in its], edit.measures):
+                    self._checks += apart(alone, piece)
+        except NotSeparated as error:  # The metric reads an object that has no part for each case.
+            self._joins, self._alone = False, str(error)
+        return self._joins
 
     def _compared(
         self, group: list[Prepared], rows: list[CheckedRow], pieces: list[Any], measures: Tensor | None
@@ -321,11 +327,15 @@ class Runner:
                 self._alone = f"the model failed with several cases at once: {error!r:.120}"
             return True
         self._unsettled.append((cases, self._replay.server.doubts or []))
-        for what, alone, piece in self._compared(cases, rows, pieces, edits[0].measures):
-            far = distance(alone, piece)
-            if far:  # Earlier batches cannot be trusted either.
-                self._depend, self._alone = True, f"in a batch, {what} gives another result than alone ({far})"
-                return True
+        try:
+            for what, alone, piece in self._compared(cases, rows, pieces, edits[0].measures):
+                far = distance(alone, piece)
+                if far:  # Earlier batches cannot be trusted either.
+                    self._depend, self._alone = True, f"in a batch, {what} gives another result than alone ({far})"
+                    return True
+        except NotSeparated as error:  # The metric reads an object that has no part for each case.
+            self._alone = str(error)
+            return False
         self._checked = True
         return True
 
@@ -350,11 +360,14 @@ class Runner:
         # A run without side effects can be repeated, so it need not wait for comparisons on the device.
         server.doubts = [] if times > 1 and self._checked and self._script.runs[0].pure and not self._patient else None
         with BatchedSession(self.model, bindings):
-            return self.run_and_read(lambda: self.model(*args, **kwargs))
+            output = self.run_and_read(lambda: self.model(*args, **kwargs))
+        return output if times == 1 else without_shared_objects(output)
 
     def keep(self, case: Prepared, output: Any) -> bool:
         try:
             found = self._of_one_shape(torch.as_tensor(self._measure(output, case.case)).detach())
+        except NotSeparated:
+            raise
         except Exception as error:  # noqa: BLE001  The other cases continue after any error.
             self.result.failed[case.index] = error
             return False
@@ -362,6 +375,19 @@ class Runner:
             found = found.clone()  # A view would keep the whole output alive.
         self.result._found[case.index] = found
         return True
+
+    def keep_all(self, cases: list[Prepared], values: Tensor) -> bool:
+        """Store the metric of some cases, one row for each. Return False if they differ in shape from earlier ones."""
+        rows = values.unbind()
+        if any(each.shape != rows[0].shape for each in itertools.islice(self.result._found.values(), 1)):
+            return False
+        self.result._found.update(zip([each.index for each in cases], rows, strict=True))
+        return True
+
+    def plain_metric(self) -> Callable[[Any], Any] | None:
+        """Return the metric if it only computes a result from an output, and None if it may do more."""
+        plain = not self._with_case and only_measures(self.metric, self.unedited)
+        return self.metric if plain else None
 
     def _of_one_shape(self, found: Tensor) -> Tensor:
         first = next(iter(self.result._found.values()), found)

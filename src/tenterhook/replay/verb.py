@@ -139,7 +139,8 @@ def sweep(
     In a causal language model, an edit of late positions changes nothing before them. Cases with an index (``at=``) in
     the last quarter of the positions run on a shared key-value cache of the earlier positions, all in one batch. This
     is used only if the model is causal on this input and some cases give the same result in runs of the whole
-    sequence.
+    sequence. A metric whose code only computes, such as a function of logits without other effects, is then called
+    once for all cases, by ``torch.vmap``, and compared with calls for some of them.
 
     Args:
         model: any ``nn.Module``.
