@@ -58,7 +58,8 @@ def both(kind, backend="aot_eager", count=3, **options):
         model = torch.compile(net, backend=backend, fullgraph=kind != "break") if compiles else net
         watches.append(train(model, net, **options))
         nets.append(net)
-    assert all(torch.equal(*each) for each in zip(nets[0].parameters(), nets[1].parameters(), strict=True))
+    for one, other in zip(nets[0].parameters(), nets[1].parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-6 if backend == "inductor" else 0, atol=0)
     return watches
 
 
@@ -79,8 +80,23 @@ def test_the_rows_of_a_whole_graph_are_those_without_the_compiler(kind, backend)
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # Dynamo itself asks for it.
-def test_values_that_were_collected_before_a_graph_break_are_measured():
-    assert_same_rows(*both("break"))
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_values_before_a_graph_break_are_measured_and_keep_their_gradient(backend):
+    assert_same_rows(*both("break", backend))
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # Dynamo itself asks for it.
+@pytest.mark.parametrize("net", [Blocks("plain"), Blocks("break"), nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh())])
+def test_no_value_leaves_a_graph_to_be_measured(net):
+    left = []
+
+    def counted(graph, _inputs):
+        left.append(len(next(iter(reversed(graph.graph.nodes))).args[0]))
+        return graph.forward
+
+    with th.watch(torch.compile(net, backend=counted)) as watch:
+        watch.model(torch.randn(2, WIDTH)).sum().backward()
+    assert set(left) == {1}  # The output of the model, or what goes on after a graph break.
 
 
 def test_long_tensors_are_sampled_at_the_same_positions():

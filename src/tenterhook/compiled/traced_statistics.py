@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from tenterhook.compiled.collected_gradients import AT_ONCE, with_collected_gradient
-from tenterhook.pytorch.dynamo_tracing import in_subgraph
+from tenterhook.pytorch.dynamo_tracing import begins_in_known_file, in_subgraph
 
 if TYPE_CHECKING:
     from tenterhook.compiled.trace_plan import Step
@@ -65,7 +65,9 @@ def collect(tables: Any, row: int, value: Tensor) -> None:
     """Add a value to those that are measured together. The copy is what in-place operations do not change."""
     if not value.is_floating_point() or value.numel() == 0:
         return
-    if in_subgraph():  # The function of a checkpoint cannot collect values for later.
+    # The function of a checkpoint cannot collect values for later. Nor can a graph after a graph break: the copies
+    # would be outputs of the graph, and compilers may take an output for a copy of itself that has no gradient.
+    if in_subgraph() or not begins_in_known_file():
         measure(tables, [value.detach()], [row])
         return
     tables.values = (*tables.values, value.detach().clone())
@@ -75,7 +77,7 @@ def collect(tables: Any, row: int, value: Tensor) -> None:
 
 
 def measure_collected(tables: Any) -> None:
-    """Measure the values that were collected. Traced code does so at the end of a graph; others may do it later."""
+    """Measure the values that were collected. Traced code does so at the end of a graph."""
     if len(tables.rows):
         measure(tables, list(tables.values), list(tables.rows))
         tables.values = ()
