@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tenterhook.compiled.traced_statistics import MOST, measure_collected
+from tenterhook.compiled.traced_statistics import MOST
 from tenterhook.pytorch.static_inputs import uses_cuda_graph_memory
 from tenterhook.statistics.fused import serves
 from tenterhook.statistics.graph_table import (
@@ -59,7 +59,6 @@ class GraphStatistics:
         self.tables = GraphTables(limit)
         """the object that traced code uses"""
         self._arrived: list[Tensor] = []  # The tables of the backward passes of this step.
-        self._copies = False  # True if CUDA graphs overwrite what the hook gets.
         self._labels: dict[Kind, list[tuple[str, int]]] = {"values": [], "gradients": []}
         self._rows: dict[tuple[int, ...], Array] = {}
         self._pending: Tensor | None = None
@@ -85,7 +84,7 @@ class GraphStatistics:
     def _keep(self, leaf: Tensor) -> None:
         found, leaf.grad = leaf.grad, None
         if found is not None:
-            self._arrived.append(found.clone() if self._copies else found)
+            self._arrived.append(found.clone() if uses_cuda_graph_memory(self._device) else found)
 
     def begin(self, phase: int) -> None:
         """Begin a step. ``phase`` selects its samples."""
@@ -93,36 +92,36 @@ class GraphStatistics:
         if self._device.type == "cpu":
             self.tables.phase = torch.tensor(phase, device="cpu")
 
-    def called(self, arguments: Any) -> None:
-        """Set the values of a finished call aside, because the next call adds to the same table."""
-        self.arguments = arguments
-        found = self._values()
-        self._pending = found if self._pending is None else _merged(self._pending, found)
-
     @torch.no_grad()
-    def _values(self) -> Tensor:
-        """Return the statistics of values, and empty the table."""
-        if self.tables.rows:  # A graph break, or a part of the model without the compiler, has left some.
-            measure_collected(self.tables)
-        found: Tensor = self.tables.table.clone()
-        self.tables.table.zero_()
-        return found
+    def called(self, arguments: Any, *, apart: bool) -> None:
+        """Note the end of a call. With ``apart``, set its values aside: the next call belongs to the next step."""
+        self.arguments = arguments
+        if apart:
+            found = self.tables.table.clone()
+            self.tables.table.zero_()
+            self._pending = found if self._pending is None else _merged(self._pending, found)
+
+    @property
+    def has_gradients(self) -> bool:
+        """True if a backward pass has ended since the last :meth:`take`."""
+        return bool(self._arrived)
 
     @torch.no_grad()
     def take(self, explain: Callable[[list[tuple[str, str]]], NonFiniteReport | None]) -> list[GraphBatch]:
         """Return what was measured since the last time, and empty the tables."""
         if self.tables.table is None:
             return []
-        values, self._pending = self._pending, None
-        found = [self._values() if values is None else values]
+        found = [self.tables.table if self._pending is None else self._pending]
         if self._arrived:
             gradients, *others = self._arrived
             for other in others:
                 gradients = _merged(gradients, other)
             found.append(gradients)
-            self._arrived = []
-        self._copies = uses_cuda_graph_memory(self._device)
-        return [GraphBatch(self, torch.cat(found), explain)]
+        together = torch.cat(found)
+        if self._pending is None:
+            self.tables.table.zero_()
+        self._pending, self._arrived = None, []
+        return [GraphBatch(self, together, explain)]
 
     def empty(self) -> None:
         """Empty all tables."""

@@ -317,7 +317,7 @@ class Watch(Delivery, Session):
             self._end()
         self._calls += 1
         if self._attached:
-            self._graph.called(arguments)
+            self._graph.called(arguments, apart=self._options.steps == "call")
 
     def on_return(self, value: Any) -> None:
         """Handle the return of the model. Install hooks that detect the start of its backward pass."""
@@ -360,7 +360,8 @@ class Watch(Delivery, Session):
 
     def _after_update(self, optimizer: Optimizer, *_: Any) -> None:
         if not is_step_within_step(optimizer, own_frame(1)):
-            self._end()
+            # Nothing ran since the measurement before this update, except a closure.
+            self._end(reads_graph=self._parameters.closes or not self._parameters.asked(optimizer))
 
     def _begin(self) -> None:
         """Begin a watched step."""
@@ -371,10 +372,10 @@ class Watch(Delivery, Session):
             self._slow_at = self.steps
         self._parameters.begin(at_once=not self._optimizers)
 
-    def _end(self, *, partly: bool = False) -> None:
+    def _end(self, *, partly: bool = False, reads_graph: bool = True) -> None:
         begun = bool(self._calls) or not partly
         if self._attached and begun:
-            self._measure()
+            self._measure(reads_graph=reads_graph)
             self._take(*self._parameters.after())
             self._hand_in()
         if self._ranks is not None and self._attached and begun:
@@ -398,13 +399,19 @@ class Watch(Delivery, Session):
     def _spill(self) -> None:
         self._take(*measured(self._measuring.requests(self.steps, loose=True), self._history))
 
-    def _measure(self, *more: MeasureRequest) -> None:
+    def _measure(self, *more: MeasureRequest, reads_graph: bool = True) -> None:
         """Measure everything in the log together with ``more``, which costs less than measuring them separately."""
         self._shared.clear()
         # First, because the values come before the gradients of parameters. Not inside a backward pass, where a call
         # would be taken for a recomputation.
-        if self._graph is not None and self._ledger.on and current_backward_id() == -1:
-            self._take(*self._graph.take(self._run_again))
+        graph = self._graph
+        if (
+            graph is not None
+            and (reads_graph or graph.has_gradients)
+            and self._ledger.on
+            and current_backward_id() == -1
+        ):
+            self._take(*graph.take(self._run_again))
         self._waiting, self._puts_off = 0, False
         self._take(*measured([*self._measuring.requests(self.steps, loose=False), *more], self._history))
 
