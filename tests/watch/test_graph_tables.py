@@ -1,5 +1,7 @@
 """Points of a compiled model that are measured together: lists, checkpoints, breaks, samples, in-place changes."""
 
+import weakref
+
 import pytest
 import torch
 from functorch.compile import make_boxed_func
@@ -9,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 import tenterhook as th
 from tenterhook.compiled.collected_gradients import AT_ONCE
+from tenterhook.statistics.measure import RowNumbers
 
 WIDTH = 8
 NUMBERS = ("count", "mean", "std", "min", "max", "norm", "zeros", "exact", "steps")
@@ -133,3 +136,41 @@ def test_nothing_stays_of_a_graph_whose_outputs_are_not_used():
         watch.step()
     assert watch.row("head")["count"] == 4
     assert watch.row("head", "gradients")["count"] == 2
+
+
+def test_gradients_whose_numbers_are_in_transfer_are_released_before_the_next_graph(monkeypatch):
+    monkeypatch.setattr(RowNumbers, "arrived", False)  # As on a GPU that is behind.
+    net = Blocks("plain")
+    model = torch.compile(net, backend="aot_eager", fullgraph=True)
+    optimizer = torch.optim.SGD(net.parameters(), 0.01)
+    with th.watch(model, optimizer=optimizer) as watch:
+        watch._late = True
+        for _ in range(3):
+            model(torch.randn(2, WIDTH)).sum().backward()
+            gradients = [weakref.ref(each.grad) for each in net.parameters()]
+            optimizer.step()
+            optimizer.zero_grad()
+            assert all(each() is None for each in gradients)
+    assert watch.row("head.weight", "gradients")["steps"] == 3
+
+
+def test_the_calls_of_a_closure_are_in_their_step():
+    watches = []
+    for compiles in (False, True):
+        torch.manual_seed(0)
+        net = Blocks("plain")
+        model = torch.compile(net, backend="aot_eager", fullgraph=True) if compiles else net
+        optimizer = torch.optim.LBFGS(net.parameters(), lr=0.01, max_iter=3)
+        inputs = torch.randn(16, WIDTH)
+
+        def closure(model=model, optimizer=optimizer, inputs=inputs):
+            optimizer.zero_grad()
+            loss = model(inputs).square().mean()
+            loss.backward()
+            return loss
+
+        with th.watch(model, optimizer=optimizer) as watch:
+            for _ in range(2):
+                optimizer.step(closure)
+        watches.append(watch)
+    assert_same_rows(*watches)

@@ -36,7 +36,7 @@ from tenterhook.watch.findings import Findings
 from tenterhook.watch.graph_statistics import GraphStatistics
 from tenterhook.watch.history import History
 from tenterhook.watch.locate_nonfinite import NonFiniteReport
-from tenterhook.watch.measured_batch import MeasureRequest, measured
+from tenterhook.watch.measured_batch import MeasuredBatch, MeasureRequest, measured
 from tenterhook.watch.measuring import Measuring, phase_of
 from tenterhook.watch.observers import CaughtGradientObserver, GradientObserver, PointSlot, StepLedger, ValueObserver
 from tenterhook.watch.parameters import Parameters
@@ -377,6 +377,8 @@ class Watch(Delivery, Session):
         if self._attached and begun:
             self._measure(reads_graph=reads_graph)
             self._take(*self._parameters.after())
+            if self._graph is not None:
+                self._release_gradients()
             self._hand_in()
         if self._ranks is not None and self._attached and begun:
             self._settle()
@@ -393,6 +395,15 @@ class Watch(Delivery, Session):
             self._begin()
         else:
             self._pause()
+
+    def _release_gradients(self) -> None:
+        """Release the gradients of parameters at the end of a step.
+
+        Nothing of ours runs before the next graph, which may need their memory. A CUDA graph overwrites it.
+        """
+        for batch in self._batches:
+            if isinstance(batch, MeasuredBatch) and batch.is_of("gradients", self._history):
+                batch.release()
 
     # -- measuring -----------------------------------------------------------------------------------------------------
 
