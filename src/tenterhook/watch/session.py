@@ -180,7 +180,8 @@ class Watch(Delivery, Session):
 
         It is not needed if the model returns its loss, as an output named ``loss`` or as its only number.
         """
-        self._losses.given[self.steps] = loss.detach() if isinstance(loss, Tensor) else float(loss)
+        # The copy is read steps later, when an operation or the replay of a CUDA graph may have changed the tensor.
+        self._losses.given[self.steps] = loss.detach().clone() if isinstance(loss, Tensor) else float(loss)
 
     @property
     def noise_scale(self) -> float | None:
