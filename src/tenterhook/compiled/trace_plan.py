@@ -45,7 +45,7 @@ class Step:
     """One action at one point, in the form that is traced."""
 
     __slots__ = (
-        "address", "called", "check", "context", "copies", "dtype", "function", "gradient", "gradient_row", "measures",
+        "address", "called", "check", "context", "copies", "dtype", "function", "gradient", "measures",
         "observes", "opaque", "part", "plain", "row", "stops", "tables", "token",
     )  # fmt: skip
 
@@ -57,8 +57,7 @@ class Step:
         self.address, self.observes = str(point), action.observes
         self.gradient = kind in ("gradient", "gradient edit")
         self.measures = kind == "measured"
-        places: Any = action.slots if self.measures else (None, -1, -1)
-        self.tables, self.row, self.gradient_row = places
+        self.tables, self.row = action.slots if self.measures else (None, -1)  # type: Any, int
         if self.gradient and not can_trace_hooks():
             raise Uncompilable(NO_HOOKS.format(address=point.address))
         self.stops = action.stops

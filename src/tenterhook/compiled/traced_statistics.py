@@ -10,7 +10,7 @@ all gradients leave it as the gradient of one leaf.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,46 +18,42 @@ from torch import Tensor
 from tenterhook.compiled.collected_gradients import AT_ONCE, with_collected_gradient
 from tenterhook.pytorch.dynamo_tracing import begins_in_known_file, in_subgraph
 
-if TYPE_CHECKING:
-    from tenterhook.compiled.trace_plan import Step
-
 __all__ = ["MOST", "measure_collected", "measured_output", "measured_value"]
 
 MOST = 4  # Tensors of a tuple that are measured.
 
 
-def measured_value(look: Step, value: Any) -> None:
-    """Measure a value. Of a tuple or a list, measure the first tensors in it."""
+def measured_value(tables: Any, row: int, value: Any) -> None:
+    """Measure a value. Of a tuple or a list, measure the first tensors in it, in this row and the next ones."""
     if isinstance(value, Tensor):
-        collect(look.tables, look.row, value)
+        collect(tables, row, value)
     elif type(value) is tuple or type(value) is list:
         for i, part in enumerate(value):
             if i < MOST and isinstance(part, Tensor):
-                collect(look.tables, look.row + i, part)
+                collect(tables, row + i, part)
 
 
-def measured_output(look: Step, value: Any) -> Any:
+def measured_output(tables: Any, row: int, value: Any) -> Any:
     """Measure a module's output and its gradient. Return the output."""
-    measured_value(look, value)
-    if look.gradient_row < 0 or not torch.is_grad_enabled():
+    measured_value(tables, row, value)
+    if not tables.gradients or not torch.is_grad_enabled():
         return value
     if isinstance(value, Tensor):
-        return with_gradient(look, value, 0)
+        return with_gradient(tables, row, value)
     if type(value) is tuple or type(value) is list:
         parts = [
-            with_gradient(look, part, i) if i < MOST and isinstance(part, Tensor) else part
+            with_gradient(tables, row + i, part) if i < MOST and isinstance(part, Tensor) else part
             for i, part in enumerate(value)
         ]
         return tuple(parts) if type(value) is tuple else parts
     return value
 
 
-def with_gradient(look: Step, value: Tensor, place: int) -> Tensor:
+def with_gradient(tables: Any, row: int, value: Tensor) -> Tensor:
     """Return a copy of a value whose gradient is measured. Compilers remove the copy."""
     if not value.requires_grad or not value.is_floating_point() or value.numel() == 0:
         return value
-    tables = look.tables
-    found: Tensor = with_collected_gradient(value, tables.leaf, tables.phase, look.gradient_row + place, tables.limit)
+    found: Tensor = with_collected_gradient(value, tables.leaf, tables.phase, row, tables.limit)
     return found
 
 

@@ -33,6 +33,9 @@ if TYPE_CHECKING:
 __all__ = ["GraphStatistics", "GraphTables"]
 
 
+_KINDS: tuple[Kind, ...] = ("values", "gradients")
+
+
 class GraphTables:
     """The tensors that traced code uses, and the values that it has collected but not measured yet.
 
@@ -40,10 +43,10 @@ class GraphTables:
     ``phase`` select the samples of long tensors on the CPU.
     """
 
-    __slots__ = ("leaf", "limit", "phase", "rows", "table", "values")
+    __slots__ = ("gradients", "leaf", "limit", "phase", "rows", "table", "values")
 
-    def __init__(self, limit: int | None) -> None:
-        self.limit = limit or 0
+    def __init__(self, limit: int | None, *, gradients: bool) -> None:
+        self.limit, self.gradients = limit or 0, gradients
         self.table: Any = None
         self.leaf: Any = None
         self.phase: Tensor | None = None
@@ -54,31 +57,27 @@ class GraphTables:
 class GraphStatistics:
     """The tables of a watch. Graphs add to them, and each step takes what they have."""
 
-    def __init__(self, history: History, device: torch.device, limit: int | None) -> None:
+    def __init__(self, history: History, device: torch.device, limit: int | None, *, gradients: bool) -> None:
         self._history, self._device = history, device
-        self.tables = GraphTables(limit)
+        self.tables = GraphTables(limit, gradients=gradients)
         """the object that traced code uses"""
         self._arrived: list[Tensor] = []  # The tables of the backward passes of this step.
-        self._labels: dict[Kind, list[tuple[str, int]]] = {"values": [], "gradients": []}
+        self._labels: list[tuple[str, int]] = []  # Of the rows of each table.
         self._rows: dict[tuple[int, ...], Array] = {}
         self._pending: Tensor | None = None
         self.arguments: Any = None
         """the arguments of the last call, to run it again"""
 
-    def add(self, address: str, *, gradients: bool) -> tuple[GraphTables, int, int]:
-        """Add a point. Return the tables, its row for values, and its row for gradients or -1."""
-        return self.tables, self._more("values", address), self._more("gradients", address) if gradients else -1
-
-    def _more(self, kind: Kind, address: str) -> int:
-        labels = self._labels[kind]
-        labels += [(address, place) for place in range(MOST)]
-        return len(labels) - MOST
+    def add(self, address: str) -> tuple[GraphTables, int]:
+        """Add a point. Return the tables, and its first row in each of them."""
+        self._labels += [(address, place) for place in range(MOST)]
+        return self.tables, len(self._labels) - MOST
 
     def prepare(self) -> None:
         """Make the tables for all points that were added."""
         serves(torch.float32, self._device)  # Checks the kernels now, not while a CUDA graph is captured.
-        self.tables.table = new_table(len(self._labels["values"]), self._device)
-        leaf = self.tables.leaf = new_table(len(self._labels["gradients"]), self._device).requires_grad_()
+        self.tables.table = new_table(len(self._labels), self._device)
+        leaf = self.tables.leaf = new_table(len(self._labels), self._device).requires_grad_()
         leaf.register_post_accumulate_grad_hook(self._keep)
 
     def _keep(self, leaf: Tensor) -> None:
@@ -143,7 +142,7 @@ class GraphStatistics:
         key = tuple(used)
         found = self._rows.get(key)
         if found is None:
-            names = [(kind, *each) for kind, labels in self._labels.items() for each in labels]
+            names = [(kind, *each) for kind in _KINDS for each in self._labels]
             several = {address for _, address, place in (names[each] for each in used) if place}
             found = self._rows[key] = np.array([self._row(*names[each], several) for each in used], int)
         return found

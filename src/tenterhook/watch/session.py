@@ -118,7 +118,7 @@ class Watch(Delivery, Session):
         if point.explicit and self._graph is None:  # In a graph, nothing says that a point was reached.
             self.required.append([bindings[-1]])
         if self._graph is not None:
-            value.compiled, value.slots = "measured", self._graph.add(point.address, gradients=self._in_graph(point))
+            value.compiled, value.slots = "measured", self._graph.add(point.address)
         gradient: Any
         if point.site is Site.RETURN:
             gradient = GradientObserver(slot, self._ledger)
@@ -133,17 +133,13 @@ class Watch(Delivery, Session):
             gradient.compiled = "nothing"
         bindings.append(Binding(point, gradient))
 
-    def _in_graph(self, point: Point) -> bool:
-        """Return whether the gradient of a point is measured in graphs."""
-        return "gradients" in self._options.of and point.site is Site.RETURN
-
     def _graph_statistics(self, model: nn.Module) -> GraphStatistics | None:
         """Return the slots for statistics in graphs, or None if no part of the model is compiled."""
         if not has_compiled_parts(model):
             return None
         require("static inputs of graphs")
         device = next((tensor.device for tensor in model.parameters()), torch.device("cpu"))
-        return GraphStatistics(self._history, device, self._options.sample)
+        return GraphStatistics(self._history, device, self._options.sample, gradients="gradients" in self._options.of)
 
     def _add_activations(self, point: Point, bindings: list[Binding]) -> None:
         """Add actions that count the idle units of activations that a module's forward calls as functions."""
