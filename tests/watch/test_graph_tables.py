@@ -174,3 +174,21 @@ def test_the_calls_of_a_closure_are_in_their_step():
                 optimizer.step(closure)
         watches.append(watch)
     assert_same_rows(*watches)
+
+
+@pytest.mark.parametrize("selectors", [["head:in"], ["blocks.0.up", "blocks.1:in", ":in"]])
+def test_arguments_are_measured_in_a_graph(selectors):
+    rows = []
+    for compiles in (False, True):
+        torch.manual_seed(0)
+        net = Blocks("plain")
+        model = torch.compile(net, backend="aot_eager", fullgraph=True) if compiles else net
+        with th.watch(model, *selectors) as watch:
+            for seed in range(3):
+                model(torch.randn(16, WIDTH, generator=torch.Generator().manual_seed(seed))).sum().backward()
+        rows.append({row["address"]: row for row in watch.rows() if row["kind"] == "values"})
+        assert watch.steps == 3
+    assert set(rows[0]) == set(rows[1]) == set(selectors)
+    for address, row in rows[0].items():
+        for name in NUMBERS:
+            assert rows[1][address][name] == pytest.approx(row[name], rel=1e-4, abs=1e-5), (address, name)

@@ -123,7 +123,7 @@ class Bound:
 
     def __init__(self, actions: ModuleActions) -> None:
         self.edits_in = tuple([binding for _, binding in actions.edits_in])
-        self.looks_in = tuple([binding for _, binding in actions.looks_in])
+        self.looks_in = tuple([binding for _, binding in actions.looks_in if _acts(binding)])
         self.edits_out = tuple([binding for binding in actions.edits_out if _acts(binding)])
         self.looks_out = tuple([binding for binding in actions.looks_out if _acts(binding)])
         self.inner = actions.inner
@@ -159,7 +159,7 @@ class TracedPart:
         self.serve_spec = ahead.serve_specs.get(actions.module) if ahead is not None else None
         self.running: list[int] = []
         self.edits_in = tuple([(place, Step(binding, actions)) for place, binding in actions.edits_in])
-        self.looks_in = tuple([(place, Step(binding, actions)) for place, binding in actions.looks_in])
+        self.looks_in = tuple([(place, Step(each, actions)) for place, each in actions.looks_in if _acts(each)])
         self.edits_out = tuple([Step(binding, actions) for binding in self.bound.edits_out])
         self.looks_out = tuple([Step(binding, actions) for binding in self.bound.looks_out])
         called = [binding.action for binding in actions.looks_out if binding.action.called is not None]

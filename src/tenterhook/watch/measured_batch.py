@@ -132,7 +132,7 @@ class MeasuredBatch:
 
     def is_of(self, kind: Kind, history: History) -> bool:
         """Return whether its rows are of this kind. All rows of a batch of parameters are of one kind."""
-        return history.names[int(self._layout.rows[0])][0] == kind
+        return len(self._layout.rows) > 0 and history.names[int(self._layout.rows[0])][0] == kind
 
     def release(self) -> None:
         """Release the tensors of the model. A NaN that is found later is not explained."""
