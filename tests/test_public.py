@@ -32,9 +32,9 @@ NAMES = """
     ModelChanged NeverReached NoBackward NoGradient NoSource NonFinite NotRecorded Point ReadonlyHook RecipeError
     ReplayError Selection SelectorError SessionError SpliceError Stopped StoreError Sweep SweepError
     SweepInterrupted Tape TapeError TapeFileError TensorBoard TenterhookError TenterhookWarning UnsupportedModel
-    UnsupportedTorch ValueChanged __version__ add at audit batch blackbox case clamp cost doctor edit features grid
-    harvest hooks learn load load_dictionary load_edits lowrank mask mean noise open page points project recipes
-    record register_meaning replay rotate run_from save_edits scale set skip splice sweep watch zero
+    UnsupportedTorch ValueChanged __version__ add at audit batch blackbox case clamp cost departures doctor edit
+    features grid harvest hooks learn load load_dictionary load_edits lowrank mask mean noise open page points
+    project recipes record register_meaning replay rotate run_from save_edits scale set skip splice sweep watch zero
 """
 
 

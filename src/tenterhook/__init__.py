@@ -88,6 +88,7 @@ if TYPE_CHECKING:
     from tenterhook.splice.dictionary import Dictionary
     from tenterhook.splice.dictionary_files import load_dictionary
     from tenterhook.splice.verb import splice
+    from tenterhook.watch.departures import departures
     from tenterhook.watch.json_lines import JsonLines
     from tenterhook.watch.tensorboard import TensorBoard
     from tenterhook.watch.verb import blackbox, watch
@@ -149,6 +150,7 @@ __all__ = [
     "case",
     "clamp",
     "cost",
+    "departures",
     "doctor",
     "edit",
     "features",
@@ -206,6 +208,7 @@ load_on_use(
         "case": "tenterhook.batch.verb:case",
         "clamp": "tenterhook.edit.ready:Clamp",
         "cost": "tenterhook.cost.verb:cost",
+        "departures": "tenterhook.watch.departures:departures",
         "doctor": "tenterhook.doctor.verb:doctor",
         "edit": "tenterhook.edit.verb:edit",
         "features": "tenterhook.features:features",

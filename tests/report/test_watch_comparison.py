@@ -5,7 +5,9 @@ import torch
 from torch import nn
 
 import tenterhook as th
-from tenterhook.report.watch_comparison import departures, runs_page
+from tenterhook import departures
+from tenterhook.report import watch_comparison
+from tenterhook.report.watch_comparison import runs_page
 
 
 def run(path, *, step=None, layer=2, steps=8):
@@ -67,3 +69,7 @@ def test_a_damaged_log_is_an_error(tmp_path):
     (tmp_path / "a").write_text("no log\n")
     with pytest.raises(th.TapeFileError, match="damaged at line 1"):
         departures(tmp_path / "a", tmp_path / "a")
+
+
+def test_the_earlier_place_of_the_function_still_has_it():
+    assert watch_comparison.departures is departures

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import tenterhook as th
-from tenterhook.statistics import fused
+from tenterhook.statistics import fused, fused_table
 from tenterhook.statistics.graph_measure import fields_of
 from tenterhook.statistics.graph_table import CALLS, NOT_A_NUMBER, NUMBER, SAMPLED, columns_of, new_table
 from tenterhook.statistics.measure import COLUMNS, MEAN, NORM, Wanted, Workspace, measure, measure_together, whole
@@ -250,3 +250,32 @@ def test_the_kernels_and_single_operations_fill_the_same_fields():
     fused_fields = table_of(given, rows)
     for row, each in enumerate(given):
         np.testing.assert_allclose(fields_of(each).numpy(), fused_fields[row], rtol=1e-4, atol=1e-4)
+
+
+def test_a_call_like_the_last_one_measures_its_own_tensors():
+    one, two, three = (torch.randn(64, 40) for _ in range(3))
+    odd = torch.randn(64 * 40 + 1)[1:].view(64, 40)
+    calls = [
+        (one, two, one), (one, two, one), (three, one, three),  # The same tensor twice.
+        (one, two, three), (one, two, one.view(64, 40)),  # No more; or the same memory in another tensor.
+        (odd, two, odd), (one.t().contiguous().t(), two, three), (one[:, :8].clone(), two, three), (one, two, one),
+    ]  # fmt: skip
+    rows = [5, 1, 3]
+    for number, call in enumerate(calls):
+        call[0].mul_(1.5)
+        found = columns_of(table_of(call, rows, limit=0))[rows]
+        expected = np.stack([whole(each) for each in call])
+        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6, err_msg=str(number))
+
+
+def test_only_an_unusual_call_is_prepared_again(monkeypatch):
+    monkeypatch.setattr(fused_table, "_calls", {})
+    prepared = []
+    add_new = fused_table._add_new
+    monkeypatch.setattr(fused_table, "_add_new", lambda *args, **kwargs: prepared.append(1) or add_new(*args, **kwargs))
+    for _ in range(3):
+        one = torch.randn(30)
+        table_of([one, torch.randn(8, 8), one], [0, 1, 2])
+    assert len(prepared) == 1
+    table_of([torch.randn(30), torch.randn(8, 8), torch.randn(30)], [0, 1, 2])
+    assert len(prepared) == 2

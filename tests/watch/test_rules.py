@@ -1,7 +1,11 @@
 """Planted illnesses are found by name, and healthy trainings have no finding."""
 
 import pytest
+import torch
+from torch import nn
 from trainings import HEALTHY, ILLNESSES, healthy, ill
+
+import tenterhook as th
 
 
 def check(kind, seed):
@@ -44,3 +48,17 @@ def test_a_loss_spike_names_the_layer_that_moved_first():
     assert spike.evidence["moved first"] == "2"
     assert spike.evidence["at step"] == 49
     assert "moved first" in str(spike)
+
+
+def test_a_loss_that_is_changed_in_place_after_it_was_logged_counts_as_it_was():
+    torch.manual_seed(0)
+    model = nn.Linear(4, 1)
+    with th.watch(model) as watch:
+        for step in range(40):
+            loss = model(torch.ones(2, 4)).square().mean()
+            loss.backward()
+            watch.log_loss(loss)
+            with torch.no_grad():
+                loss.mul_(1 if step < 30 else 1000)  # After it was logged.
+            model.zero_grad()
+    assert [each.kind for each in watch.findings] == []

@@ -1,5 +1,7 @@
+import io
 import json
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -104,3 +106,33 @@ def test_a_sink_that_fails_is_stopped_with_one_warning_and_the_others_go_on(tmp_
         train(Fails(), th.JsonLines(tmp_path / "run.jsonl"))
     assert len(said) == 1
     assert len(th.JsonLines.read(tmp_path / "run.jsonl")) == 3
+
+
+class WritesOne:
+    def write(self, page):
+        pass
+
+    def close(self):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("given", "fix"),
+    [
+        (["run.jsonl"], r"sinks=\[th\.JsonLines\('run\.jsonl'\)\]"),
+        ([Path("run.jsonl")], r"sinks=\[th\.JsonLines\('run\.jsonl'\)\]"),
+        ("run.jsonl", r"sinks=\[th\.JsonLines\('run\.jsonl'\)\]"),
+        ([io.StringIO()], r"an open file is not a sink\. Pass sinks=\[th\.JsonLines\(path\)\]"),
+        ([th.JsonLines], r"JsonLines is a class, not a sink\. Make one: sinks=\[JsonLines\(\.\.\.\)\]"),
+        ([print], "has no method write and close"),
+        ([WritesOne()], r"must take \(page, findings, history\)"),
+    ],
+)
+def test_what_is_not_a_sink_is_an_error_at_once_with_the_fix(given, fix):
+    with pytest.raises(TypeError, match=fix):
+        th.watch(nn.Linear(2, 2), sinks=given)
+
+
+def test_one_sink_without_a_list_is_an_error_with_the_fix(tmp_path):
+    with pytest.raises(TypeError, match=r"must be a list of sinks; got one sink\. Pass sinks=\["):
+        th.watch(nn.Linear(2, 2), sinks=th.JsonLines(tmp_path / "run.jsonl"))

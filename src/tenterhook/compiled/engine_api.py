@@ -90,7 +90,7 @@ def waiting(session: Session, points: Any) -> None:
 
 def with_traced_forward(patch: ForwardPatch, function: Any, general: Callable[[Any], Any]) -> Any:
     """Return a forward of the engine that carries the function for Dynamo to trace instead."""
-    from tenterhook.compiled.entry_points import entry
+    from tenterhook.compiled.entry_points import ended, entry
     from tenterhook.compiled.trace_plan import is_uncompilable, traced_forward
 
     engine = general(patch)
@@ -100,6 +100,7 @@ def with_traced_forward(patch: ForwardPatch, function: Any, general: Callable[[A
     if any(patch.module in actions.session.entries for actions in patch.action_sets):
         prepared = any(actions.prepares for actions in patch.action_sets)
         function = entry(patch, engine, traced_forward(patch, engine, begins=True) if prepared else inlined)
+        inlined = ended(patch, inlined)
     inline(function, inlined)
     return function
 

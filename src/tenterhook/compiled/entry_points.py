@@ -43,12 +43,13 @@ if TYPE_CHECKING:
     from tenterhook.engine.install import ForwardPatch
     from tenterhook.engine.session import Session
 
-__all__ = ["entries", "entry", "is_guarded", "keep_out"]
+__all__ = ["ended", "entries", "entry", "is_guarded", "keep_out"]
 
 PLANS = 64  # The number of plans of one module whose compiled code is kept.
 OWN_PLANS = 4  # Of the eight versions that Dynamo keeps of a module's own code.
 STOPPED = "tenterhook stopped"
 OWN_FILES.update({__file__, trace.__file__})
+dynamo_tracing.note_file(__file__)
 
 Ends = tuple[tuple[Any, ...], tuple[Any, ...]]
 """The graph outputs to pack at the end of a graph, and the tables whose collected values are measured there."""
@@ -150,6 +151,23 @@ def entry(patch: ForwardPatch, eager: Callable[..., Any], inlined: Callable[...,
         if not guards:
             return _ran(patch, run, body, ends, args, kwargs)
         return _between(guards, patch, body, ends, args, kwargs)
+
+    return forward
+
+
+def ended(patch: ForwardPatch, inlined: Callable[..., Any]) -> Callable[..., Any]:
+    """Return what Dynamo traces at an entry where the graph began before, around the module. It also ends there."""
+    bindings = [binding for actions in patch.action_sets for binding in actions.session.bindings]
+    measures: Any = [binding.action for binding in bindings if binding.action.compiled == "measured"]
+    if not measures:
+        return inlined
+    measured_for = tuple({id(action.slots[0]): action.slots[0] for action in measures}.values())
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        value = inlined(*args, **kwargs)
+        for tables in measured_for:
+            measure_collected(tables)
+        return value
 
     return forward
 

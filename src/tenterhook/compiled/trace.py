@@ -95,9 +95,11 @@ def recorded(module: nn.Module, original: Callable[..., Any], part: TracedPart) 
 
 
 def measured(module: nn.Module, original: Callable[..., Any], part: TracedPart) -> Callable[..., Any]:
-    """Return a forward that only measures the output and its gradient, in the graph."""
-    look, called = part.looks_out[0], part.called
-    graph_outputs, key = part.graph_outputs, part.key
+    """Return a forward that only measures the output and its gradient, in the graph.
+
+    It reads little of what is around it, because each object that traced code reads is checked before each run.
+    """
+    tables, row = part.looks_out[0].tables, part.looks_out[0].row
     call = unbound(module, original)
 
     def forward(*args: Any, **kwargs: Any) -> Any:
@@ -105,14 +107,25 @@ def measured(module: nn.Module, original: Callable[..., Any], part: TracedPart) 
             args = args[1:]
         if is_exporting():
             graph_break(msg=EXPORTED)
-        value = measured_output(look, call(module, *args, **kwargs))
-        if called:
-            chain = graph_outputs.chain
-            graph_outputs.chain = (chain, key, "call", (args, kwargs), counted(chain))
-            graph_outputs.done_signal = None
+        return measured_output(tables, row, call(module, *args, **kwargs))
+
+    return with_arguments(module, forward, part) if part.called else forward
+
+
+def with_arguments(module: nn.Module, forward: Callable[..., Any], part: TracedPart) -> Callable[..., Any]:
+    """Return a forward that also adds its arguments to the graph outputs."""
+    graph_outputs, key = part.graph_outputs, part.key
+
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        if args and args[0] is module:
+            args = args[1:]
+        value = forward(*args, **kwargs)
+        chain = graph_outputs.chain
+        graph_outputs.chain = (chain, key, "call", (args, kwargs), counted(chain))
+        graph_outputs.done_signal = None
         return value
 
-    return forward
+    return noted
 
 
 def unbound(module: nn.Module, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -236,7 +249,7 @@ def looked_at(part: TracedPart, look: Step, value: Any, given: Any) -> tuple[Any
     if look.gradient:
         return caught(part, value, look.address, given)
     if look.measures:
-        return measured_output(look, value), MISSING
+        return measured_output(look.tables, look.row, value), MISSING
     return value, own(value, look)
 
 
@@ -288,7 +301,7 @@ def own(value: Any, look: Step) -> Any:
     Compilers remove the copy if nothing needs it. Of a value that is only measured, nothing is returned.
     """
     if look.measures:
-        measured_value(look, value)
+        measured_value(look.tables, look.row, value)
         value = MISSING
     elif look.plain:
         value = own_copy(value)

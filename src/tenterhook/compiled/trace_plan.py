@@ -45,7 +45,7 @@ class Step:
     """One action at one point, in the form that is traced."""
 
     __slots__ = (
-        "address", "called", "check", "context", "copies", "dtype", "function", "gradient", "gradient_row", "measures",
+        "address", "called", "check", "context", "copies", "dtype", "function", "gradient", "measures",
         "observes", "opaque", "part", "plain", "row", "stops", "tables", "token",
     )  # fmt: skip
 
@@ -57,8 +57,7 @@ class Step:
         self.address, self.observes = str(point), action.observes
         self.gradient = kind in ("gradient", "gradient edit")
         self.measures = kind == "measured"
-        places: Any = action.slots if self.measures else (None, -1, -1)
-        self.tables, self.row, self.gradient_row = places
+        self.tables, self.row = action.slots if self.measures else (None, -1)  # type: Any, int
         if self.gradient and not can_trace_hooks():
             raise Uncompilable(NO_HOOKS.format(address=point.address))
         self.stops = action.stops
@@ -124,7 +123,7 @@ class Bound:
 
     def __init__(self, actions: ModuleActions) -> None:
         self.edits_in = tuple([binding for _, binding in actions.edits_in])
-        self.looks_in = tuple([binding for _, binding in actions.looks_in])
+        self.looks_in = tuple([binding for _, binding in actions.looks_in if _acts(binding)])
         self.edits_out = tuple([binding for binding in actions.edits_out if _acts(binding)])
         self.looks_out = tuple([binding for binding in actions.looks_out if _acts(binding)])
         self.inner = actions.inner
@@ -160,7 +159,7 @@ class TracedPart:
         self.serve_spec = ahead.serve_specs.get(actions.module) if ahead is not None else None
         self.running: list[int] = []
         self.edits_in = tuple([(place, Step(binding, actions)) for place, binding in actions.edits_in])
-        self.looks_in = tuple([(place, Step(binding, actions)) for place, binding in actions.looks_in])
+        self.looks_in = tuple([(place, Step(each, actions)) for place, each in actions.looks_in if _acts(each)])
         self.edits_out = tuple([Step(binding, actions) for binding in self.bound.edits_out])
         self.looks_out = tuple([Step(binding, actions) for binding in self.bound.looks_out])
         called = [binding.action for binding in actions.looks_out if binding.action.called is not None]

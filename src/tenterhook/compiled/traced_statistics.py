@@ -10,54 +10,50 @@ all gradients leave it as the gradient of one leaf.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from tenterhook.compiled.collected_gradients import AT_ONCE, with_collected_gradient
-from tenterhook.pytorch.dynamo_tracing import in_subgraph
-
-if TYPE_CHECKING:
-    from tenterhook.compiled.trace_plan import Step
+from tenterhook.pytorch.dynamo_tracing import begins_in_known_file, in_subgraph
 
 __all__ = ["MOST", "measure_collected", "measured_output", "measured_value"]
 
 MOST = 4  # Tensors of a tuple that are measured.
 
 
-def measured_value(look: Step, value: Any) -> None:
-    """Measure a value. Of a tuple or a list, measure the first tensors in it."""
+def measured_value(tables: Any, row: int, value: Any) -> None:
+    """Measure a value. Of a tuple or a list, measure the first tensors in it, in this row and the next ones."""
     if isinstance(value, Tensor):
-        collect(look.tables, look.row, value)
+        collect(tables, row, value)
     elif type(value) is tuple or type(value) is list:
         for i, part in enumerate(value):
             if i < MOST and isinstance(part, Tensor):
-                collect(look.tables, look.row + i, part)
+                collect(tables, row + i, part)
 
 
-def measured_output(look: Step, value: Any) -> Any:
+def measured_output(tables: Any, row: int, value: Any) -> Any:
     """Measure a module's output and its gradient. Return the output."""
-    measured_value(look, value)
-    if look.gradient_row < 0 or not torch.is_grad_enabled():
+    measured_value(tables, row, value)
+    if not tables.gradients or not torch.is_grad_enabled():
         return value
     if isinstance(value, Tensor):
-        return with_gradient(look, value, 0)
+        return with_gradient(tables, row, value)
     if type(value) is tuple or type(value) is list:
         parts = [
-            with_gradient(look, part, i) if i < MOST and isinstance(part, Tensor) else part
+            with_gradient(tables, row + i, part) if i < MOST and isinstance(part, Tensor) else part
             for i, part in enumerate(value)
         ]
         return tuple(parts) if type(value) is tuple else parts
     return value
 
 
-def with_gradient(look: Step, value: Tensor, place: int) -> Tensor:
+def with_gradient(tables: Any, row: int, value: Tensor) -> Tensor:
     """Return a copy of a value whose gradient is measured. Compilers remove the copy."""
     if not value.requires_grad or not value.is_floating_point() or value.numel() == 0:
         return value
-    tables = look.tables
-    found: Tensor = with_collected_gradient(value, tables.leaf, tables.phase, look.gradient_row + place, tables.limit)
+    found: Tensor = with_collected_gradient(value, tables.leaf, tables.phase, row, tables.limit)
     return found
 
 
@@ -65,7 +61,9 @@ def collect(tables: Any, row: int, value: Tensor) -> None:
     """Add a value to those that are measured together. The copy is what in-place operations do not change."""
     if not value.is_floating_point() or value.numel() == 0:
         return
-    if in_subgraph():  # The function of a checkpoint cannot collect values for later.
+    # The function of a checkpoint cannot collect values for later. Nor can a graph after a graph break: the copies
+    # would be outputs of the graph, and compilers may take an output for a copy of itself that has no gradient.
+    if in_subgraph() or not begins_in_known_file():
         measure(tables, [value.detach()], [row])
         return
     tables.values = (*tables.values, value.detach().clone())
@@ -75,7 +73,7 @@ def collect(tables: Any, row: int, value: Tensor) -> None:
 
 
 def measure_collected(tables: Any) -> None:
-    """Measure the values that were collected. Traced code does so at the end of a graph; others may do it later."""
+    """Measure the values that were collected. Traced code does so at the end of a graph."""
     if len(tables.rows):
         measure(tables, list(tables.values), list(tables.rows))
         tables.values = ()

@@ -15,6 +15,7 @@ __all__ = [
     "DynamoError",
     "OptimizedModule",
     "Unsupported",
+    "begins_in_known_file",
     "call_before_tracing",
     "can_call_before_tracing",
     "compiled_versions",
@@ -28,6 +29,7 @@ __all__ = [
     "is_forced_eager",
     "is_skipped",
     "keep_out",
+    "note_file",
     "settings_of_wrapper",
     "traced_as_one_call",
     "uses_cuda_graphs",
@@ -65,6 +67,9 @@ attribute("stance", "stance")
 _translator: Any = find("torch._dynamo.symbolic_convert.InstructionTranslator", None)
 attribute("InstructionTranslator", "current_tx")
 _OUTPUT, _TRACERS = attribute("Dynamo", "output"), attribute("Dynamo output", "tracers")
+_CODE = attribute("Dynamo", "f_code")
+_config: Any = find("torch._dynamo.config", None)
+_NESTED_BREAKS = attribute("Dynamo config", "nested_graph_breaks")
 _constant: Any = find("torch.compiler.assume_constant_result")
 attribute("Dynamo backend", "config")
 _INNER_BACKENDS = (
@@ -83,6 +88,30 @@ def in_subgraph() -> bool:
     """
     try:
         return len(getattr(getattr(_translator.current_tx(), _OUTPUT), _TRACERS)) > 1
+    except AttributeError:  # Nothing is traced.
+        return False
+
+
+# Files whose functions call something of ours at the end of each graph that begins in them.
+_files = {getattr(find("torch._dynamo.external_utils", None), "__file__", "")}
+
+
+def note_file(name: str) -> None:
+    """Note a file for :func:`begins_in_known_file`."""
+    _files.add(name)
+
+
+@_constant  # type: ignore[untyped-decorator]
+def begins_in_known_file() -> bool:
+    """Return whether the graph that Dynamo traces begins in a known file, so that its end is the end of that function.
+
+    PyTorch's own function around the modules of its own classes is in such a file. After a graph break, other graphs
+    begin in the functions that were called. In a graph, the result is a constant.
+    """
+    if getattr(_config, _NESTED_BREAKS, False):  # Then a graph may also end inside of the functions that it called.
+        return False
+    try:
+        return getattr(_translator.current_tx(), _CODE).co_filename in _files
     except AttributeError:  # Nothing is traced.
         return False
 

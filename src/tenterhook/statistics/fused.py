@@ -193,22 +193,28 @@ class _Kernel:
     """A Triton kernel with a fixed grid size, for arguments of fixed types and aligned memory.
 
     For each launch, Triton inspects every argument to select a variant of the kernel. This takes the host longer than
-    the launch itself. So the first call keeps the compiled variant, and later calls launch it directly.
+    the launch itself. So the first call keeps the compiled variant, and later calls launch it directly. ``fixed`` are
+    the first arguments, if they are the same in every call.
     """
 
-    def __init__(self, kernel: Any, programs: int, warps: int) -> None:
+    def __init__(self, kernel: Any, programs: int, warps: int, fixed: Sequence[Any] = ()) -> None:
         self._kernel, self._programs, self._warps = kernel, programs, warps
+        self._fixed, self._pointers = fixed, _pointers(fixed)
         self._launch: Any = None
 
     def __call__(self, *args: Any) -> None:
         """Launch the kernel on the current stream of the current device."""
         if self._launch is not None:
-            # For a tensor, Triton would call data_ptr and then ask the driver which device owns the memory.
-            self._launch(*[arg.data_ptr() if isinstance(arg, Tensor) else arg for arg in args])
+            self._launch(*self._pointers, *_pointers(args))
             return
-        compiled = self._kernel[(self._programs,)](*args, num_warps=self._warps)
+        compiled = self._kernel[(self._programs,)](*self._fixed, *args, num_warps=self._warps)
         if compiled is not None:  # Triton's interpreter returns None.
             self._launch = compiled[self._programs, 1, 1]
+
+
+def _pointers(args: Sequence[Any]) -> list[Any]:
+    """Return addresses in place of tensors. For a tensor, Triton would ask the driver which device owns the memory."""
+    return [arg.data_ptr() if isinstance(arg, Tensor) else arg for arg in args]
 
 
 class _Addresses:

@@ -14,7 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tenterhook.statistics.fused import ALIGNED, WARPS, _cut, _Kernel, _on, _type, to_device
+from tenterhook.pytorch.modes import tensor_guard
+from tenterhook.statistics.fused import ALIGNED, WARPS, _cut, _Kernel, _on, _type, serves, to_device
 
 __all__ = ["AT_ONCE", "TableBlock", "add_fused"]
 
@@ -22,29 +23,82 @@ AT_ONCE = 32  # Addresses that one launch takes.
 MOST_BLOCKS = 1024
 Key = tuple[Any, ...]
 _blocks: dict[Key, TableBlock] = {}
+_calls: dict[Key, RepeatedCall] = {}
 
 
-def add_fused(table: Tensor, values: Sequence[Tensor], rows: Sequence[int]) -> bool:
+def add_fused(table: Tensor, values: Sequence[Tensor], rows: Sequence[int], *, gradients: bool) -> Sequence[int]:
+    """Add the statistics of tensors to rows of a table. Return the indices of those that cannot be measured here.
+
+    Most calls measure tensors of the same shapes as the last call with these rows. ``gradients`` separates the rows of
+    two tables.
+    """
+    call = _calls.get((gradients, *rows))
+    if call is not None and call.add(values, table):
+        return ()
+    rest: list[int] = []
+    for begin in range(0, len(rows), AT_ONCE):
+        some = range(begin, min(begin + AT_ONCE, len(rows)))
+        here = [index for index in some if serves(values[index].dtype, values[index].device)]
+        if not here or not _add_new(table, [values[i] for i in here], [rows[i] for i in here], gradients=gradients):
+            here = []
+        rest += [index for index in some if index not in here]
+    return rest
+
+
+def _add_new(table: Tensor, values: Sequence[Tensor], rows: Sequence[int], *, gradients: bool) -> bool:
     """Add the statistics of at most ``AT_ONCE`` tensors to a table. Return False if nothing can be prepared now."""
     dense = [each if _lies_dense(each) else each.clone(memory_format=torch.contiguous_format) for each in values]
     places = [each.data_ptr() for each in dense]
     alike = _alike(places, dense)
     key = (table.device, *rows, *alike, *[each.numel() for each in dense], *[each.dtype for each in dense])
     block = _blocks.get(key)
-    captures = table.is_cuda and torch.cuda.is_current_stream_capturing()
     if block is None:
-        if captures:
+        if _captures(table):
             return False
         _drop_some()
         block = _blocks[key] = _apart(lambda: TableBlock(dense, rows, alike, table.device), table.device)
-    block.captured = block.captured or captures
     block.add(places, table)
+    if all(each is value for each, value in zip(dense, values, strict=True)):
+        _calls[gradients, *rows] = RepeatedCall(block, values, alike)
     return True
+
+
+def _captures(table: Tensor) -> bool:
+    """Return whether a CUDA graph is being captured."""
+    return table.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+class RepeatedCall:
+    """A block, and a check whether it measures other tensors too: those with the same shapes, strides and dtypes."""
+
+    def __init__(self, block: TableBlock, values: Sequence[Tensor], alike: list[int]) -> None:
+        self._block, self._alike = block, alike
+        first: dict[int, int] = {}
+        pairs = [(place, first.setdefault(id(each), place)) for place, each in enumerate(values)]
+        self._twins = [(place, before) for place, before in pairs if before != place]
+        self._unique = list(first.values())  # The check refuses a tensor that occurs twice.
+        self._check = tensor_guard([values[place] for place in self._unique])
+        self._places: list[int] = []
+
+    def add(self, values: Sequence[Tensor], table: Tensor) -> bool:
+        """Add the statistics of tensors to the rows of a table. Return False if the block does not measure them."""
+        if self._check is None or not self._check(*[values[place] for place in self._unique]):
+            return False
+        if any([values[place] is not values[before] for place, before in self._twins]):  # noqa: C419 - a list is faster
+            return False
+        places = list(map(Tensor.data_ptr, values))
+        if places != self._places:
+            if any([place % ALIGNED for place in places]) or _alike(places, values) != self._alike:  # noqa: C419 - faster
+                return False
+            self._places = places
+        self._block.add(places, table)
+        return True
 
 
 def _drop_some() -> None:
     """Drop blocks if there are too many, except those whose memory CUDA graphs use."""
     if len(_blocks) >= MOST_BLOCKS:
+        _calls.clear()
         for key in [key for key, block in _blocks.items() if not block.captured]:
             del _blocks[key]
 
@@ -106,9 +160,11 @@ class TableBlock:
         first = np.zeros(len(counts), np.int64)
         self._found = torch.empty(int(many[unique].sum()), kernels.FIELDS.value, dtype=torch.float64, device=device)
         self._addresses = torch.zeros(AT_ONCE, dtype=torch.int64, device=device)
-        self._set = _Kernel(kernels.set_addresses, 1, 1)
+        self._set = _Kernel(kernels.set_addresses, 1, 1, [self._addresses])
+        self._stored: list[int] = []
         self._blank = [0] * (AT_ONCE - len(tensors))
-        self._pieces: list[tuple[_Kernel, tuple[Any, ...]]] = []
+        self._counts = to_device(device, counts)
+        self._pieces: list[_Kernel] = []
         begin = 0
         for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
             members = np.array([index for index in unique if tensors[index].dtype is dtype], np.int64)
@@ -116,23 +172,32 @@ class TableBlock:
             first[members] = begin + starts
             out = self._found[begin : begin + len(of)]
             arrays = (to_device(device, part) for part in (members[of].astype(np.int32), nth))
-            self._pieces.append((_Kernel(kernels.pieces, len(of), WARPS), (*arrays, out, _type(dtype))))
+            fixed = [self._addresses, self._counts, *arrays, out, _type(dtype)]
+            self._pieces.append(_Kernel(kernels.pieces, len(of), WARPS, fixed))
             begin += len(of)
-        numbers = (counts, first.astype(np.int32), (first + many).astype(np.int32))
-        self._counts, self._first, self._last = (to_device(device, part) for part in numbers)
-        self._rounds: list[tuple[Any, ...]] = [
-            (_Kernel(kernels.add_to_table, len(entries), WARPS), *(to_device(device, part) for part in parts))
+        ends = [to_device(device, part.astype(np.int32)) for part in (first, first + many)]
+        self._rounds = [
+            _Kernel(
+                kernels.add_to_table,
+                len(entries),
+                WARPS,
+                [self._found, *ends, self._counts, *(to_device(device, part) for part in parts)],
+            )
             for entries, parts in _rounds(rows, alike)
         ]
 
     def add(self, places: list[int], table: Tensor) -> None:
         """Add the statistics of the tensors at these addresses to the rows of a table."""
+        self.captured = self.captured or _captures(table)
         with _on(self._device):
-            self._set(self._addresses, *places, *self._blank)
-            for measure, rest in self._pieces:
-                measure(self._addresses, self._counts, *rest)
-            for add, of, rows in self._rounds:
-                add(self._found, self._first, self._last, self._counts, of, rows, table)
+            # The replay of a CUDA graph stores other addresses.
+            if self.captured or places != self._stored:
+                self._set(*places, *self._blank)
+                self._stored = places
+            for measure in self._pieces:
+                measure()
+            for add in self._rounds:
+                add(table)
 
 
 def _rounds(rows: Sequence[int], alike: Sequence[int]) -> list[tuple[list[int], list[Any]]]:

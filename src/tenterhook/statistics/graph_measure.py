@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from tenterhook.pytorch.autograd import current_backward_id
-from tenterhook.statistics.fused import serves
-from tenterhook.statistics.fused_table import AT_ONCE, add_fused
+from tenterhook.statistics import fused
+from tenterhook.statistics.fused_table import add_fused
 from tenterhook.statistics.graph_table import CALLS, LOW, TABLES, add_lines
 from tenterhook.statistics.measure import MeasurePlan, Workspace, exact_lines, measure
 
@@ -43,16 +43,12 @@ def _measure_into(
 ) -> None:
     if not gradients and current_backward_id() != -1:
         return  # A checkpoint computes these values again.
-    rest = []
-    for begin in range(0, len(rows), AT_ONCE):
-        some = range(begin, min(begin + AT_ONCE, len(rows)))
-        fused = [index for index in some if serves(values[index].dtype, values[index].device)]
-        if fused and add_fused(table, [values[index] for index in fused], [rows[index] for index in fused]):
-            some = [index for index in some if index not in fused]  # type: ignore[assignment]
-        rest += list(some)
+    rest: Sequence[int] = range(len(rows))
+    if table.device.type in fused.devices:
+        rest = add_fused(table, values, rows, gradients=gradients)
     if rest and table.is_cpu:
         _add_stacked(table, [values[index] for index in rest], [rows[index] for index in rest], limit, phase)
-    elif rest:
+    else:
         for index in rest:
             _add_one(table, values[index], rows[index])
 

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tenterhook.compiled.traced_statistics import MOST, measure_collected
+from tenterhook.compiled.traced_statistics import MOST
 from tenterhook.pytorch.static_inputs import uses_cuda_graph_memory
 from tenterhook.statistics.fused import serves
 from tenterhook.statistics.graph_table import (
@@ -33,6 +33,9 @@ if TYPE_CHECKING:
 __all__ = ["GraphStatistics", "GraphTables"]
 
 
+_KINDS: tuple[Kind, ...] = ("values", "gradients")
+
+
 class GraphTables:
     """The tensors that traced code uses, and the values that it has collected but not measured yet.
 
@@ -40,10 +43,10 @@ class GraphTables:
     ``phase`` select the samples of long tensors on the CPU.
     """
 
-    __slots__ = ("leaf", "limit", "phase", "rows", "table", "values")
+    __slots__ = ("gradients", "leaf", "limit", "phase", "rows", "table", "values")
 
-    def __init__(self, limit: int | None) -> None:
-        self.limit = limit or 0
+    def __init__(self, limit: int | None, *, gradients: bool) -> None:
+        self.limit, self.gradients = limit or 0, gradients
         self.table: Any = None
         self.leaf: Any = None
         self.phase: Tensor | None = None
@@ -54,38 +57,33 @@ class GraphTables:
 class GraphStatistics:
     """The tables of a watch. Graphs add to them, and each step takes what they have."""
 
-    def __init__(self, history: History, device: torch.device, limit: int | None) -> None:
+    def __init__(self, history: History, device: torch.device, limit: int | None, *, gradients: bool) -> None:
         self._history, self._device = history, device
-        self.tables = GraphTables(limit)
+        self.tables = GraphTables(limit, gradients=gradients)
         """the object that traced code uses"""
         self._arrived: list[Tensor] = []  # The tables of the backward passes of this step.
-        self._copies = False  # True if CUDA graphs overwrite what the hook gets.
-        self._labels: dict[Kind, list[tuple[str, int]]] = {"values": [], "gradients": []}
+        self._labels: list[tuple[str, int]] = []  # Of the rows of each table.
         self._rows: dict[tuple[int, ...], Array] = {}
         self._pending: Tensor | None = None
         self.arguments: Any = None
         """the arguments of the last call, to run it again"""
 
-    def add(self, address: str, *, gradients: bool) -> tuple[GraphTables, int, int]:
-        """Add a point. Return the tables, its row for values, and its row for gradients or -1."""
-        return self.tables, self._more("values", address), self._more("gradients", address) if gradients else -1
-
-    def _more(self, kind: Kind, address: str) -> int:
-        labels = self._labels[kind]
-        labels += [(address, place) for place in range(MOST)]
-        return len(labels) - MOST
+    def add(self, address: str) -> tuple[GraphTables, int]:
+        """Add a point. Return the tables, and its first row in each of them."""
+        self._labels += [(address, place) for place in range(MOST)]
+        return self.tables, len(self._labels) - MOST
 
     def prepare(self) -> None:
         """Make the tables for all points that were added."""
         serves(torch.float32, self._device)  # Checks the kernels now, not while a CUDA graph is captured.
-        self.tables.table = new_table(len(self._labels["values"]), self._device)
-        leaf = self.tables.leaf = new_table(len(self._labels["gradients"]), self._device).requires_grad_()
+        self.tables.table = new_table(len(self._labels), self._device)
+        leaf = self.tables.leaf = new_table(len(self._labels), self._device).requires_grad_()
         leaf.register_post_accumulate_grad_hook(self._keep)
 
     def _keep(self, leaf: Tensor) -> None:
         found, leaf.grad = leaf.grad, None
         if found is not None:
-            self._arrived.append(found.clone() if self._copies else found)
+            self._arrived.append(found.clone() if uses_cuda_graph_memory(self._device) else found)
 
     def begin(self, phase: int) -> None:
         """Begin a step. ``phase`` selects its samples."""
@@ -93,36 +91,36 @@ class GraphStatistics:
         if self._device.type == "cpu":
             self.tables.phase = torch.tensor(phase, device="cpu")
 
-    def called(self, arguments: Any) -> None:
-        """Set the values of a finished call aside, because the next call adds to the same table."""
-        self.arguments = arguments
-        found = self._values()
-        self._pending = found if self._pending is None else _merged(self._pending, found)
-
     @torch.no_grad()
-    def _values(self) -> Tensor:
-        """Return the statistics of values, and empty the table."""
-        if self.tables.rows:  # A graph break, or a part of the model without the compiler, has left some.
-            measure_collected(self.tables)
-        found: Tensor = self.tables.table.clone()
-        self.tables.table.zero_()
-        return found
+    def called(self, arguments: Any, *, apart: bool) -> None:
+        """Note the end of a call. With ``apart``, set its values aside: the next call belongs to the next step."""
+        self.arguments = arguments
+        if apart:
+            found = self.tables.table.clone()
+            self.tables.table.zero_()
+            self._pending = found if self._pending is None else _merged(self._pending, found)
+
+    @property
+    def has_gradients(self) -> bool:
+        """True if a backward pass has ended since the last :meth:`take`."""
+        return bool(self._arrived)
 
     @torch.no_grad()
     def take(self, explain: Callable[[list[tuple[str, str]]], NonFiniteReport | None]) -> list[GraphBatch]:
         """Return what was measured since the last time, and empty the tables."""
         if self.tables.table is None:
             return []
-        values, self._pending = self._pending, None
-        found = [self._values() if values is None else values]
+        found = [self.tables.table if self._pending is None else self._pending]
         if self._arrived:
             gradients, *others = self._arrived
             for other in others:
                 gradients = _merged(gradients, other)
             found.append(gradients)
-            self._arrived = []
-        self._copies = uses_cuda_graph_memory(self._device)
-        return [GraphBatch(self, torch.cat(found), explain)]
+        together = torch.cat(found)
+        if self._pending is None:
+            self.tables.table.zero_()
+        self._pending, self._arrived = None, []
+        return [GraphBatch(self, together, explain)]
 
     def empty(self) -> None:
         """Empty all tables."""
@@ -144,7 +142,7 @@ class GraphStatistics:
         key = tuple(used)
         found = self._rows.get(key)
         if found is None:
-            names = [(kind, *each) for kind, labels in self._labels.items() for each in labels]
+            names = [(kind, *each) for kind in _KINDS for each in self._labels]
             several = {address for _, address, place in (names[each] for each in used) if place}
             found = self._rows[key] = np.array([self._row(*names[each], several) for each in used], int)
         return found

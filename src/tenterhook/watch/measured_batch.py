@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from tenterhook.statistics.host_copy import HostCopies
-    from tenterhook.watch.history import History
+    from tenterhook.watch.history import History, Kind
 
 __all__ = ["MeasureRequest", "MeasuredBatch", "RowLayout", "measured", "read_together"]
 
@@ -129,6 +129,10 @@ class MeasuredBatch:
     def arrived(self) -> bool:
         """True if all numbers have arrived."""
         return all(numbers.arrived for numbers in self._measured.numbers)
+
+    def is_of(self, kind: Kind, history: History) -> bool:
+        """Return whether its rows are of this kind. All rows of a batch of parameters are of one kind."""
+        return len(self._layout.rows) > 0 and history.names[int(self._layout.rows[0])][0] == kind
 
     def release(self) -> None:
         """Release the tensors of the model. A NaN that is found later is not explained."""

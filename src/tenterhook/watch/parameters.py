@@ -83,6 +83,10 @@ class Parameters:
         self.closes = closes
         return [] if closes else self.gradients(self._part(optimizer))
 
+    def asked(self, optimizer: Optimizer) -> bool:
+        """Return whether :meth:`before` was called for this optimizer in this step."""
+        return optimizer in self._asked
+
     def _part(self, optimizer: Optimizer) -> Sequence[int] | None:
         """Return the parameters of an optimizer if there are several. The first one also gets those of no optimizer."""
         if len(self._optimizers) <= 1:

@@ -28,6 +28,7 @@ BEFORE = 40  # Steps that a loss is compared with ...
 ENOUGH = 10  # ... and the least number of them.
 RECENT = 6  # Steps in which a layer may have moved before the loss did.
 MOVED = 1.5  # A layer has moved if its size is so many times its usual size, or that much smaller ...
+ORDERS = 8  # Maximum number of row arrays for which something is kept. Steps have few different ones.
 UNUSUAL = 6  # ... and so many times further than usual.
 
 
@@ -147,8 +148,8 @@ class LossRule:
         self.given: dict[int, Any] = {}
         self._losses: deque[float] = deque(maxlen=BEFORE)
         self._sizes: deque[tuple[int, Array, Array]] = deque(maxlen=BEFORE + RECENT)
-        # The row array of the last page, and the places of its rows that may be the loss.
-        self._known: tuple[Array | None, list[int]] = None, []
+        # By id of a page's row array: the array, and the places of its rows that may be the loss.
+        self._known: dict[int, tuple[Array, list[int]]] = {}
 
     def judge(self, page: StepStats, limits: Mapping[str, float], note: Note) -> None:
         """Compare the loss with those of the steps before."""
@@ -173,16 +174,23 @@ class LossRule:
             del self.given[old]
         if given is not None:
             return float(given)
-        if self._known[0] is not page.rows:
-            names = enumerate(page.names[row] for row in page.rows.tolist())
-            self._known = page.rows, [place for place, each in names if self._may_be_loss(*each)]
-        for place in self._known[1]:
+        for place in self._places(page):
             if page.table[place, COUNT] == 1:
                 return float(page.table[place, MEAN])
         return None
 
-    def _may_be_loss(self, kind: str, name: str) -> bool:
-        return kind == "values" and (name in self._root or name.endswith((".loss", "['loss']")))
+    def _places(self, page: StepStats) -> list[int]:
+        known = self._known.get(id(page.rows))
+        if known is None:
+            if len(self._known) >= ORDERS:
+                self._known.clear()
+            names = [page.names[row] for row in page.rows.tolist()]
+            places = [place for place, (kind, name) in enumerate(names) if kind == "values" and self._is_loss(name)]
+            known = self._known[id(page.rows)] = page.rows, places
+        return known[1]
+
+    def _is_loss(self, name: str) -> bool:
+        return name in self._root or name.endswith((".loss", "['loss']"))
 
     def _spike(self, page: StepStats, loss: float, usual: float, note: Note) -> None:
         moved = self._first_moved(page)

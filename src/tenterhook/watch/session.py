@@ -36,7 +36,7 @@ from tenterhook.watch.findings import Findings
 from tenterhook.watch.graph_statistics import GraphStatistics
 from tenterhook.watch.history import History
 from tenterhook.watch.locate_nonfinite import NonFiniteReport
-from tenterhook.watch.measured_batch import MeasureRequest, measured
+from tenterhook.watch.measured_batch import MeasuredBatch, MeasureRequest, measured
 from tenterhook.watch.measuring import Measuring, phase_of
 from tenterhook.watch.observers import CaughtGradientObserver, GradientObserver, PointSlot, StepLedger, ValueObserver
 from tenterhook.watch.parameters import Parameters
@@ -118,7 +118,7 @@ class Watch(Delivery, Session):
         if point.explicit and self._graph is None:  # In a graph, nothing says that a point was reached.
             self.required.append([bindings[-1]])
         if self._graph is not None:
-            value.compiled, value.slots = "measured", self._graph.add(point.address, gradients=self._in_graph(point))
+            value.compiled, value.slots = "measured", self._graph.add(point.address)
         gradient: Any
         if point.site is Site.RETURN:
             gradient = GradientObserver(slot, self._ledger)
@@ -133,17 +133,13 @@ class Watch(Delivery, Session):
             gradient.compiled = "nothing"
         bindings.append(Binding(point, gradient))
 
-    def _in_graph(self, point: Point) -> bool:
-        """Return whether the gradient of a point is measured in graphs."""
-        return "gradients" in self._options.of and point.site is Site.RETURN
-
     def _graph_statistics(self, model: nn.Module) -> GraphStatistics | None:
         """Return the slots for statistics in graphs, or None if no part of the model is compiled."""
         if not has_compiled_parts(model):
             return None
         require("static inputs of graphs")
         device = next((tensor.device for tensor in model.parameters()), torch.device("cpu"))
-        return GraphStatistics(self._history, device, self._options.sample)
+        return GraphStatistics(self._history, device, self._options.sample, gradients="gradients" in self._options.of)
 
     def _add_activations(self, point: Point, bindings: list[Binding]) -> None:
         """Add actions that count the idle units of activations that a module's forward calls as functions."""
@@ -180,7 +176,8 @@ class Watch(Delivery, Session):
 
         It is not needed if the model returns its loss, as an output named ``loss`` or as its only number.
         """
-        self._losses.given[self.steps] = loss.detach() if isinstance(loss, Tensor) else float(loss)
+        # The copy is read steps later, when an operation or the replay of a CUDA graph may have changed the tensor.
+        self._losses.given[self.steps] = loss.detach().clone() if isinstance(loss, Tensor) else float(loss)
 
     @property
     def noise_scale(self) -> float | None:
@@ -317,7 +314,7 @@ class Watch(Delivery, Session):
             self._end()
         self._calls += 1
         if self._attached:
-            self._graph.called(arguments)
+            self._graph.called(arguments, apart=self._options.steps == "call")
 
     def on_return(self, value: Any) -> None:
         """Handle the return of the model. Install hooks that detect the start of its backward pass."""
@@ -360,7 +357,8 @@ class Watch(Delivery, Session):
 
     def _after_update(self, optimizer: Optimizer, *_: Any) -> None:
         if not is_step_within_step(optimizer, own_frame(1)):
-            self._end()
+            # Nothing ran since the measurement before this update, except a closure.
+            self._end(reads_graph=self._parameters.closes or not self._parameters.asked(optimizer))
 
     def _begin(self) -> None:
         """Begin a watched step."""
@@ -371,11 +369,13 @@ class Watch(Delivery, Session):
             self._slow_at = self.steps
         self._parameters.begin(at_once=not self._optimizers)
 
-    def _end(self, *, partly: bool = False) -> None:
+    def _end(self, *, partly: bool = False, reads_graph: bool = True) -> None:
         begun = bool(self._calls) or not partly
         if self._attached and begun:
-            self._measure()
+            self._measure(reads_graph=reads_graph)
             self._take(*self._parameters.after())
+            if self._graph is not None:
+                self._release_gradients()
             self._hand_in()
         if self._ranks is not None and self._attached and begun:
             self._settle()
@@ -393,18 +393,33 @@ class Watch(Delivery, Session):
         else:
             self._pause()
 
+    def _release_gradients(self) -> None:
+        """Release the gradients of parameters at the end of a step.
+
+        Nothing of ours runs before the next graph, which may need their memory. A CUDA graph overwrites it.
+        """
+        for batch in self._batches:
+            if isinstance(batch, MeasuredBatch) and batch.is_of("gradients", self._history):
+                batch.release()
+
     # -- measuring -----------------------------------------------------------------------------------------------------
 
     def _spill(self) -> None:
         self._take(*measured(self._measuring.requests(self.steps, loose=True), self._history))
 
-    def _measure(self, *more: MeasureRequest) -> None:
+    def _measure(self, *more: MeasureRequest, reads_graph: bool = True) -> None:
         """Measure everything in the log together with ``more``, which costs less than measuring them separately."""
         self._shared.clear()
         # First, because the values come before the gradients of parameters. Not inside a backward pass, where a call
         # would be taken for a recomputation.
-        if self._graph is not None and self._ledger.on and current_backward_id() == -1:
-            self._take(*self._graph.take(self._run_again))
+        graph = self._graph
+        if (
+            graph is not None
+            and (reads_graph or graph.has_gradients)
+            and self._ledger.on
+            and current_backward_id() == -1
+        ):
+            self._take(*graph.take(self._run_again))
         self._waiting, self._puts_off = 0, False
         self._take(*measured([*self._measuring.requests(self.steps, loose=False), *more], self._history))
 

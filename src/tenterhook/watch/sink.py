@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import inspect
+import io
 import math
+import os
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
     from tenterhook.watch.finding_groups import FindingGroup
     from tenterhook.watch.history import History, StepStats
 
-__all__ = ["SCALARS", "Sink", "scalars"]
+__all__ = ["SCALARS", "Sink", "checked_sinks", "scalars"]
 
 SCALARS = ("mean", "std", "norm")
 """The statistics that sinks write by default."""
@@ -52,3 +55,42 @@ def scalars(page: StepStats, names: Iterable[str] = SCALARS) -> dict[str, float]
         for name in wanted
         if math.isfinite(numbers[name])
     }
+
+
+def checked_sinks(given: Any) -> tuple[Sink, ...]:
+    """Return the sinks, or raise a ``TypeError`` that says how to pass them."""
+    if isinstance(given, str | os.PathLike) or not isinstance(given, Iterable):
+        _check(given)
+        raise TypeError(f"sinks= must be a list of sinks; got one sink. Pass sinks=[{given!r}]")
+    sinks = tuple(given)
+    for sink in sinks:
+        _check(sink)
+    return sinks
+
+
+def _check(sink: Any) -> None:
+    if isinstance(sink, str | os.PathLike):
+        path = os.fspath(sink)
+        raise TypeError(
+            f"a path is not a sink. To write lines of JSON to it: sinks=[th.JsonLines({path!r})]; for TensorBoard: "
+            f"sinks=[th.TensorBoard({path!r})]"
+        )
+    if isinstance(sink, io.IOBase):
+        raise TypeError("an open file is not a sink. Pass sinks=[th.JsonLines(path)]")
+    if isinstance(sink, type):
+        raise TypeError(f"{sink.__name__} is a class, not a sink. Make one: sinks=[{sink.__name__}(...)]")
+    if not isinstance(sink, Sink):
+        missing = " and ".join(name for name in ("write", "close") if not hasattr(sink, name))
+        raise TypeError(
+            f"{sink!r} is not a sink: it has no method {missing}. Use th.JsonLines(path), th.TensorBoard(folder), one "
+            "of tenterhook.integrations, or an object with the methods of tenterhook.watch.sink.Sink"
+        )
+    for method, arguments in ((sink.write, ("page", "findings", "history")), (sink.close, ())):
+        try:
+            inspect.signature(method).bind(*arguments)
+        except TypeError:
+            raise TypeError(
+                f"{method.__name__} of {sink!r} must take ({', '.join(arguments)}); see tenterhook.watch.sink.Sink"
+            ) from None
+        except ValueError:  # A built-in function that does not tell its arguments.
+            continue

@@ -95,9 +95,11 @@ def watch(  # noqa: PLR0913 - independent options with defaults
     Raises:
         ValueError: an option has an invalid value.
         SelectorError: an optimizer is passed as a selector.
+        TypeError: something in ``sinks`` is not a sink.
     """
     from tenterhook.watch.results import WatchOptions
     from tenterhook.watch.session import Watch
+    from tenterhook.watch.sink import checked_sinks
 
     if any(isinstance(selector, torch.optim.Optimizer) for selector in selectors):
         raise SelectorError("an optimizer is not a selector. Pass it by keyword: th.watch(model, optimizer=optimizer)")
@@ -111,7 +113,7 @@ def watch(  # noqa: PLR0913 - independent options with defaults
         hold=_room(model) if hold is None else _positive("hold", hold),
         pages=_positive("pages", pages),
         thresholds=thresholds,
-        sinks=tuple(sinks),
+        sinks=checked_sinks(sinks),
         blackbox=None if blackbox is None else _positive("blackbox", blackbox),
         to=Path(to),
         ranks=bool(ranks),
