@@ -8,11 +8,9 @@ last reference. A slot does hold the graph edges at which its gradients arrive, 
 from __future__ import annotations
 
 import weakref
-from types import MappingProxyType
 from typing import Any
 from weakref import ref
 
-import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
@@ -20,7 +18,7 @@ from tenterhook._tree import Opaque, Path, map_tensors, replace_at
 from tenterhook.errors import ValueChanged
 from tenterhook.pytorch.autograd import PYTHON_NODE, current_backward_id, keeps_graph
 from tenterhook.pytorch.transforms import is_wrapped, unwrapped
-from tenterhook.record.alias_sums import corrected, keeps_layout, noted, quiet
+from tenterhook.record.alias_sums import corrected, keeps_layout, noted
 from tenterhook.sites.tensor_hooks import (
     LeafHook,
     TensorPlace,
@@ -33,13 +31,10 @@ from tenterhook.sites.tensor_hooks import (
 from tenterhook.sites.tensor_wrappers import gathered
 
 __all__ = [
-    "NO_PARTS",
     "GradientHook",
     "GradientSlot",
     "GradientSlots",
-    "PassState",
     "SharedMemoryHook",
-    "caught",
     "edge_of",
     "watch",
 ]
@@ -48,7 +43,6 @@ __all__ += ["watch_leaf", "watch_parameter"]
 # The fields of GradientEdge. For a node that is written in Python there is a third field, which keeps the node alive.
 Edge = tuple[Any, ...]
 
-NO_PARTS: Any = MappingProxyType({})  # The shared initial value of most slots.
 CHANGED = (
     "the gradient of {address!r} was changed in place after it was recorded, by a hook or by other code that "
     "received it, so the recorded gradient is lost. A hook should return a new tensor."
@@ -68,65 +62,30 @@ def copy_if_layout_sensitive(gradient: Tensor) -> Tensor:
 class GradientSlot:
     """The gradients of one value: for each of its tensors, the gradients of every backward pass."""
 
-    # A slot is created for each call of a recorded module, and most slots set only these attributes.
-    __slots__ = (
-        "__dict__", "__weakref__", "_found", "edges", "first", "kept", "lone", "passes", "spent", "version",
-    )  # fmt: skip
-
-    first: Tensor | None
-    """The first gradient, as long as it is the only one and has not been read."""
-    version: int
-    edges: tuple[Edge, ...]
-    """The graph edges that a backward pass must reach so that the hooks get every gradient."""
-    spent: bool
-    kept: tuple[Tensor, int] | None
-    """A detached view, and its version when it was recorded."""
-    lone: int
-    """For a batch of one example, the stride of that dimension in a gradient that needs no closer check. 0 if no
-    dimension has size one, and -1 if other dimensions have."""
-    passes: PassState
-
     shape: Any = None  # The value's own structure, with None in place of each tensor.
     path: Path = ()  # The path of the tensor in the value, if there is only one.
     why = ""
+    edges: tuple[Edge, ...] = ()
+    """The graph edges that a backward pass must reach so that the hooks get every gradient."""
+    spent = False
+    """True after a backward pass that has freed the graph."""
     # Operations that were added to the graph for this slot, other than those of its edges.
     aliases: tuple[Any, ...] = ()
     tasks: dict[Path, int] | None = None
     leaf: weakref.ref[Tensor] | None = None  # A parameter. An edge would keep it alive.
-    places: tuple[
-        TensorPlace, ...
-    ] = ()  # The view layouts that its hooks use. They belong to the slot, because a graph may outlive the tape.
+    # The view layouts that its hooks use. They belong to the slot, because a graph may outlive the tape.
+    places: tuple[TensorPlace, ...] = ()
     silent = graphs = False
     numbered: dict[int, Path]  # Paths by number, for gradients that a compiled graph returns. See tenterhook.compiled.
     whole = False  # Whether to gather a gradient that is sharded over processes.
 
     def __init__(self, value: Any, why: str | None = None) -> None:
-        self._found: dict[Path, list[tuple[Tensor, int]]] = {}
-        self.first, self.edges, self.spent, self.kept = None, (), False, None
+        self.parts: dict[Path, list[tuple[Tensor, int]]] = {}
+        """Each gradient with its version at that time, to detect later changes in place."""
         if not isinstance(value, Tensor):
             self.shape = map_tensors(lambda _: None, value, opaque=Opaque.of)
         if why is None:
             self.why = why_no_gradient(value)
-
-    @property
-    def parts(self) -> dict[Path, list[tuple[Tensor, int]]]:
-        """Each gradient with its version at that time, to detect later changes in place."""
-        first = self.first
-        if first is not None:
-            # The gradient that was passed to backward(), or that a hook returned, requires a gradient itself.
-            if first.requires_grad:
-                first = first.detach()
-            self._found, self.first = {self.path: [(first, self.version)]}, None
-        return self._found
-
-    @parts.setter
-    def parts(self, found: dict[Path, list[tuple[Tensor, int]]]) -> None:
-        self._found, self.first = found, None
-
-    @property
-    def overwritten(self) -> bool:
-        """True if this is a view that was changed in place. Its hook is then no longer on the right graph node."""
-        return self.kept is not None and self.kept[0]._version != self.kept[1]
 
     def hold(self, place: TensorPlace) -> weakref.ref[TensorPlace]:
         """Keep a view layout for a hook and return a weak reference. The graph with the hook may outlive the tape."""
@@ -148,8 +107,6 @@ class GradientSlot:
             gradient = gathered(gradient)
         if 1 in gradient.shape:
             gradient = copy_if_layout_sensitive(gradient)
-        if self.parts is NO_PARTS:
-            self.parts = {}
         self.parts.setdefault(path, []).append((gradient, gradient._version))
         if frees:
             self.release()
@@ -180,69 +137,19 @@ class GradientSlot:
         if self.aliases:
             self.aliases = ()
 
-
-def caught(find: weakref.ref[GradientSlot], gradient: Tensor | None) -> Tensor | None:
-    """Store the gradient of a single tensor in its slot. Bound to a weak reference to the slot, it is the usual hook.
-
-    It runs with a cold processor cache. So it calls no other functions of this library, and a bound method is the
-    cheapest callable.
-    """
-    slot = find()
-    if slot is None or gradient is None:  # Autograd calls the hooks of unused outputs of an operation too, with None.
-        return None
-    kept, passes = slot.kept, slot.passes
-    if (
-        ((noted or not passes.plain) and passes.asked != current_backward_id() and not _is_plain(passes))
-        or slot.first is not None or slot._found or (kept is not None and kept[0]._version != kept[1])
-    ):  # fmt: skip
-        return _caught(slot, gradient)
-    if slot.lone and gradient.stride()[0] != slot.lone:
-        gradient = copy_if_layout_sensitive(gradient)
-    slot.first, slot.version = gradient, gradient._version
-    slot.spent, slot.edges = True, ()
-    return None
-
-
-class PassState:
-    """The last backward pass that has reached the values of a tape.
-
-    ``plain`` is True if that pass kept no graph, built none and had no sums to correct. Until the next module call or
-    gradient read, a further pass is assumed to be alike. If it keeps its graph, its slots release the graph all the
-    same, and ``tape.backward`` has to search for them. If sums may need correction, each pass is checked.
-    """
-
-    __slots__ = ("asked", "plain")
-
-    def __init__(self) -> None:
-        self.plain, self.asked = False, -1
-
-
-def _is_plain(passes: PassState) -> bool:
-    """Return whether the backward pass keeps no graph, builds none and has no sums to correct. Check once per pass."""
-    task = current_backward_id()
-    if task != passes.asked:
-        if keeps_graph() or torch.is_grad_enabled() or (noted and task not in quiet):
-            return False
-        passes.plain, passes.asked = True, task
-    return True
-
-
-def _caught(slot: GradientSlot, gradient: Tensor) -> Tensor | None:
-    """Store a gradient like ``caught``, for the unusual cases."""
-    if slot.overwritten:  # The hook of the base delivers this gradient.
-        return None
-    new = corrected(slot, gradient) if noted and current_backward_id() not in quiet else None
-    slot.add(slot.path, gradient if new is None else new)
-    return new
-
-
-caught.__torch_unserializable__ = True  # type: ignore[attr-defined]
+    def alias_nodes(self, of: int) -> list[tuple[int, Any]]:
+        """Return its nodes that are or may be aliases, each with the number of the module."""
+        return [(of, node) for node in (*[edge[0] for edge in self.edges], *self.aliases)]
 
 
 class GradientSlots(dict[int, Any]):
     """The slots of a point, by call. After the session, an action refers to them weakly."""
 
-    __slots__ = ("__weakref__",)
+    __slots__ = ("__weakref__", "base")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base: int | None = None  # The first key of its track in the log of the session, if it is there.
 
 
 class GradientHook:

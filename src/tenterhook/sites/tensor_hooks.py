@@ -9,7 +9,6 @@ gradient.
 from __future__ import annotations
 
 import functools
-import weakref
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -35,11 +34,13 @@ __all__ = [
     "WHY",
     "Counter",
     "LeafHook",
+    "Part",
     "PostAccumulateHook",
     "TensorPlace",
     "attach_hook",
     "attach_part",
     "base_of",
+    "counter_of",
     "hook_tensor",
     "is_own",
     "layout_of",
@@ -72,6 +73,7 @@ TRANSFORMED = (
     "inside a transform of torch.func, the gradient of a view, or of an argument through one module only, cannot be "
     "separated from others. Use the gradient of the output that it comes from, or run without a transform."
 )
+_EMPTY = torch.empty(0, device="cpu")
 NO_HOOK = f"the hook of this view cannot be called: {TIED}."
 
 
@@ -202,18 +204,25 @@ def is_own(tensor: Tensor, module: nn.Module) -> bool:
     return getattr(tensor, "tenterhook_owner", None) is module
 
 
+def counter_of(tensor: Tensor) -> Tensor:
+    """Return a tensor that shares the version counter with the given one, and nothing else."""
+    counter = tensor.detach()
+    try:
+        counter.data = _EMPTY
+    except RuntimeError:  # A tensor of another kind, such as a subclass.
+        counter.data = tensor.detach().new_empty(0)
+    return counter
+
+
 class Counter:
     """A detector of in-place changes of a tensor's memory. It holds neither the memory nor the graph."""
 
-    __slots__ = ("__weakref__", "_counter", "_version")
+    __slots__ = ("_counter", "_version")
 
     def __init__(self, tensor: Tensor) -> None:
         if is_wrapped(tensor):
             raise GradientError(TRANSFORMED)
-        # A tensor that shares the version counter with the other one, and nothing else.
-        self._counter = tensor.detach()
-        self._counter.data = tensor.new_empty(0)
-        self._version = tensor._version
+        self._counter, self._version = counter_of(tensor), tensor._version
 
     @property
     def changed(self) -> bool:
@@ -230,17 +239,15 @@ def layout_of(tensor: Tensor) -> Layout:
     return tensor.size(), tensor.stride(), tensor.storage_offset(), tensor.dtype, conjugate, negative
 
 
-class TensorPlace(Counter):
-    """The position of a view in its base, and a detector of in-place changes of either."""
+class Part:
+    """The position of a view in its base. Each is given by its size, stride and offset in memory."""
 
     __slots__ = ("_base", "_exact", "_view")
 
-    def __init__(self, view: Tensor, base: Layout) -> None:
-        super().__init__(view)
-        size, stride, offset, *kind = base
-        self._view = (view.size(), view.stride(), view.storage_offset() - offset)
-        self._base = (size, stride)
-        self._exact = kind == [view.dtype, view.is_conj(), view.is_neg()]
+    def __init__(self, view: Layout, base: Layout) -> None:
+        self._view = (view[0], view[1], view[2] - base[2])
+        self._base = base[:2]
+        self._exact = view[3:] == base[3:]
 
     @property
     def layout(self) -> tuple[Any, ...]:
@@ -279,6 +286,21 @@ class TensorPlace(Counter):
         return bool(self._view[2] + _extent(*self._view[:2]) > _extent(*self._base))
 
 
+class TensorPlace(Part):
+    """The position of a view in its base, and a detector of in-place changes of either."""
+
+    __slots__ = ("__weakref__", "_counter")
+
+    def __init__(self, view: Tensor, base: Layout) -> None:
+        super().__init__(layout_of(view), base)
+        self._counter = Counter(view)
+
+    @property
+    def changed(self) -> bool:
+        """True if the memory was changed in place."""
+        return self._counter.changed
+
+
 def why_no_gradient(value: Any) -> str:
     """Return the reason why this value has no gradient, as a key of ``WHY``, or "" if it can have one."""
     floats = [tensor for _, tensor in tensors(value) if tensor.is_floating_point() or tensor.is_complex()]
@@ -309,13 +331,13 @@ def hook_tensor(
             return None if gradient is None else function(gradient)
 
         return tensor.register_hook(flows).remove  # type: ignore[no-any-return]
-    place = TensorPlace(tensor, layout_of(base))
+    place, removed = TensorPlace(tensor, layout_of(base)), list[bool]()
 
     def own(gradient: Tensor | None) -> Any:
         return None if gradient is None or place.changed else function(gradient)
 
     def part(gradient: Tensor | None) -> Tensor | None:
-        if gradient is None or not place.changed:
+        if gradient is None or removed or not place.changed:
             return None
         if place.tied:
             raise tied()
@@ -326,14 +348,12 @@ def hook_tensor(
         return None if new is None else place.put(gradient, new)
 
     attach_part(base, tensor.grad_fn, part)
-    handle, shared = tensor.register_hook(own), tensor_hooks(base)
-    table: weakref.ref[Any] = weakref.ref(shared)
+    handle = tensor.register_hook(own)
 
     def remove() -> None:
         handle.remove()
-        hooks = table()
-        if hooks is not None:
-            hooks.pop(part, None)
+        removed.append(True)
+        part.gone = True  # type: ignore[attr-defined]
 
     return remove
 
