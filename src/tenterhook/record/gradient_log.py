@@ -55,14 +55,17 @@ OF_A_VIEW = 5
 class GradientLog(dict[int, GradientSlots]):
     """The slots of each track, by the first key of the track, and the calls that have no slot yet."""
 
-    __slots__ = ("__weakref__", "_aliases", "_followers", "_joined", "find", "found", "hook", "plain", "waiting")
+    __slots__ = (
+        "__weakref__", "_aliases", "_followers", "_joined", "find", "found", "hook", "plain", "views", "waiting",
+    )  # fmt: skip
 
     def __init__(self) -> None:
         super().__init__()
         self.waiting: dict[int, Call] = {}
         self.found: dict[int, tuple[Tensor, int, int]] = {}
         """The first gradients with their versions, and the lengths of the outputs."""
-        self.find: ref[GradientLog] = ref(self)
+        self.views = made = list[ref[ViewsOfBase]]()
+        self.find: ref[GradientLog] = ref(self, lambda _: _release(made))
         self.hook = _hook(self.find)
         self.plain = -1
         """The number of the last backward pass that keeps no graph, builds none and has no sums to correct."""
@@ -139,10 +142,7 @@ class GradientLog(dict[int, GradientSlots]):
     def arrive_part(self, key: int, gradient: Tensor, part: Part) -> None:
         """Store the part of a base's gradient that belongs to a view, which was changed in place."""
         for slot in self._slots_of(key):
-            if part.tied:
-                slot.why = "tied"
-            else:
-                slot.add(slot.path, part.take(gradient))
+            slot.add_part(slot.path, gradient, part, slot.add)
 
     # -- reading -------------------------------------------------------------------------------------------------------
 
@@ -228,6 +228,14 @@ def _to_keep(gradient: Tensor) -> Tensor:
     return gradient
 
 
+def _release(views: list[ref[ViewsOfBase]]) -> None:
+    """Release what the hooks in a graph refer to, after the log is gone."""
+    for find in views:
+        hook = find()
+        if hook is not None:
+            del hook.counter
+
+
 class ViewsOfBase:
     """The hook of a tensor with recorded views. It stores the gradients of the views if their own hooks do not.
 
@@ -235,15 +243,18 @@ class ViewsOfBase:
     not through the view.
     """
 
-    __slots__ = ("_offset", "_stride", "counter", "find", "number", "version", "views")
+    __slots__ = ("__weakref__", "_offset", "_stride", "counter", "find", "number", "version", "views")
 
     __torch_unserializable__ = True
 
     number: int
     """the number of the latest view's operation, see ``attach_part``"""
 
-    def __init__(self, find: ref[GradientLog], base: Tensor) -> None:
-        self.find = find
+    def __init__(self, log: GradientLog, base: Tensor) -> None:
+        self.find, made = log.find, log.views
+        if len(made) > MANY:
+            made[:] = [each for each in made if each() is not None]
+        made.append(ref(self))
         self._stride, self._offset = base.stride(), base.storage_offset()
         self.counter, self.version = counter_of(base), base._version
         self.views: list[tuple[int, Any]] = []  # The keys and layouts of the views.
@@ -254,13 +265,12 @@ class ViewsOfBase:
         return self.find() is None
 
     def __call__(self, gradient: Tensor | None) -> None:
-        if gradient is None or self.counter._version == self.version:
-            return
         log = self.find()
-        if log is not None:
-            base = (gradient.size(), self._stride, self._offset)
-            for key, view in reversed(self.views):
-                log.arrive_part(key, gradient, Part(view, base))
+        if log is None or gradient is None or self.counter._version == self.version:
+            return
+        base = (gradient.size(), self._stride, self._offset)
+        for key, view in reversed(self.views):
+            log.arrive_part(key, gradient, Part(view, base))
 
 
 def watch_output(  # noqa: C901, PLR0912 - written out, as it runs at every call
@@ -297,7 +307,7 @@ def watch_output(  # noqa: C901, PLR0912 - written out, as it runs at every call
         elif base.is_complex() or is_wrapped(base):
             return None
         else:
-            views = ViewsOfBase(log.find, base)
+            views = ViewsOfBase(log, base)
             if of_base is None:
                 set_hooks(base, base_node, LightHookTable())[views] = views
             else:

@@ -8,6 +8,7 @@ last reference. A slot does hold the graph edges at which its gradients arrive, 
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from typing import Any
 from weakref import ref
 
@@ -21,11 +22,10 @@ from tenterhook.pytorch.transforms import is_wrapped, unwrapped
 from tenterhook.record.alias_sums import corrected, keeps_layout, noted
 from tenterhook.sites.tensor_hooks import (
     LeafHook,
+    Part,
     TensorPlace,
-    attach_hook,
-    attach_part,
     base_of,
-    layout_of,
+    hook_tensor,
     why_no_gradient,
 )
 from tenterhook.sites.tensor_wrappers import gathered
@@ -37,8 +37,8 @@ __all__ = [
     "SharedMemoryHook",
     "edge_of",
     "watch",
+    "watch_parameter",
 ]
-__all__ += ["watch_leaf", "watch_parameter"]
 
 # The fields of GradientEdge. For a node that is written in Python there is a third field, which keeps the node alive.
 Edge = tuple[Any, ...]
@@ -73,8 +73,8 @@ class GradientSlot:
     aliases: tuple[Any, ...] = ()
     tasks: dict[Path, int] | None = None
     leaf: weakref.ref[Tensor] | None = None  # A parameter. An edge would keep it alive.
-    # The view layouts that its hooks use. They belong to the slot, because a graph may outlive the tape.
-    places: tuple[TensorPlace, ...] = ()
+    places: tuple[Any, ...] = ()
+    """Layouts that its hooks need. The hooks do not hold them, because a graph may outlive the tape."""
     silent = graphs = False
     numbered: dict[int, Path]  # Paths by number, for gradients that a compiled graph returns. See tenterhook.compiled.
     whole = False  # Whether to gather a gradient that is sharded over processes.
@@ -87,10 +87,10 @@ class GradientSlot:
         if why is None:
             self.why = why_no_gradient(value)
 
-    def hold(self, place: TensorPlace) -> weakref.ref[TensorPlace]:
-        """Keep a view layout for a hook and return a weak reference. The graph with the hook may outlive the tape."""
-        self.places += (place,)
-        return weakref.ref(place)
+    def hold(self, places: Any) -> int:
+        """Keep layouts for a hook. Return their index in ``places``."""
+        self.places += (places,)
+        return len(self.places) - 1
 
     def add(self, path: Path, gradient: Tensor) -> None:
         """Add a gradient from the backward pass that is running."""
@@ -110,6 +110,15 @@ class GradientSlot:
         self.parts.setdefault(path, []).append((gradient, gradient._version))
         if frees:
             self.release()
+
+    def add_part(self, path: Path, gradient: Tensor, part: Part | None, add: Callable[[Path, Tensor], None]) -> None:
+        """Add the part of a gradient that belongs to a view, or all of it if ``part`` is None."""
+        if part is None:
+            add(path, gradient)
+        elif part.tied:
+            self.why = "tied"
+        else:
+            add(path, part.take(gradient))
 
     def gather(self, path: Path, gradient: Tensor) -> None:
         """Add one of several contributions of a pass. They are summed in the order in which autograd would sum them."""
@@ -168,50 +177,19 @@ class GradientHook:
         """True if the slot no longer exists."""
         return self._find() is None
 
+    def tied(self) -> None:
+        """Note that the gradient cannot be separated from that of the shared memory."""
+        slot = self._find()
+        if slot is not None:
+            slot.why = "tied"
+
     def __call__(self, gradient: Tensor | None) -> Tensor | None:
         slot = self._find()
-        if slot is None or slot.silent or gradient is None:  # As in caught.
+        if slot is None or slot.silent or gradient is None:
             return None
         new = corrected(slot, gradient) if noted else None
         slot.add(self._path, gradient if new is None else new)
         return new
-
-
-class ViewGradientHook(GradientHook):
-    """The hook of a view. It does nothing if the view or its base was changed in place in the meantime."""
-
-    __slots__ = ("_place",)
-
-    def __init__(self, slot: GradientSlot, path: Path, place: TensorPlace) -> None:
-        super().__init__(slot, path)
-        self._place = slot.hold(place)
-
-    def __call__(self, gradient: Tensor | None) -> Tensor | None:
-        slot, place = self._find(), self._place()
-        if slot is None or place is None or place.changed or gradient is None:
-            return None
-        new = corrected(slot, gradient) if noted else None
-        slot.add(self._path, gradient if new is None else new)
-        return new
-
-
-class PartGradientHook(ViewGradientHook):
-    """The hook of the base of a view. It stores the gradient if the view's own hook does not.
-
-    This is the gradient of the memory that the view covered. It includes uses of that memory through the base and not
-    through the view.
-    """
-
-    __slots__ = ()
-
-    def __call__(self, gradient: Tensor | None) -> None:
-        slot, place = self._find(), self._place()
-        if slot is None or place is None or not place.changed or gradient is None:
-            return
-        if place.tied:
-            slot.why = "tied"
-        else:
-            slot.add(self._path, place.take(gradient))
 
 
 class SharedMemoryHook(GradientHook):
@@ -220,44 +198,27 @@ class SharedMemoryHook(GradientHook):
     Here too, the stored gradient is that of the memory.
     """
 
-    __slots__ = ("_place", "_shown")
+    __slots__ = ("_places",)
 
     def __init__(self, slot: GradientSlot, path: Path, shown: list[TensorPlace], place: TensorPlace | None) -> None:
         super().__init__(slot, path)
-        self._shown = [slot.hold(each) for each in shown]
-        self._place = slot.hold(place) if place is not None else None
+        self._places = slot.hold((shown, place))
 
     def __call__(self, gradient: Tensor | None) -> None:
-        slot, shown = self._find(), [find() for find in self._shown]
-        if slot is None or gradient is None or not any(place is not None and place.changed for place in shown):
+        slot = self._find()
+        if slot is None or gradient is None:
             return
-        place = self._place() if self._place is not None else None
-        if place is None:
-            slot.add(self._path, gradient)
-        elif place.tied:
-            slot.why = "tied"
-        else:
-            slot.add(self._path, place.take(gradient))
+        shown, place = slot.places[self._places]
+        if any(each.changed for each in shown):
+            slot.add_part(self._path, gradient, place, slot.add)
 
 
 def watch(slot: GradientSlot, path: Path, tensor: Tensor) -> None:
-    """Hook a tensor that has a grad_fn, and store the gradient of its present value."""
+    """Hook a tensor and store the gradient of its present value, for as long as the slot exists."""
     base = base_of(tensor)
-    if base is None:
-        slot.edges += (edge_of(tensor),)
-        attach_hook(tensor, GradientHook(slot, path))
-        return
-    slot.edges += (edge_of(tensor), edge_of(base))
-    place = TensorPlace(tensor, layout_of(base))
-    attach_hook(tensor, ViewGradientHook(slot, path, place))
-    attach_part(base, tensor.grad_fn, PartGradientHook(slot, path, place))
-
-
-def watch_leaf(slot: GradientSlot, path: Path, tensor: Tensor) -> None:
-    """Hook a leaf that the user passed in. The hook is removed when the slot is freed."""
-    slot.edges += (edge_of(tensor),)
-    handle = tensor.register_hook(GradientHook(slot, path))
-    weakref.finalize(slot, handle.remove).atexit = False
+    slot.edges += (edge_of(tensor),) if base is None else (edge_of(tensor), edge_of(base))
+    hook = GradientHook(slot, path)
+    weakref.finalize(slot, hook_tensor(tensor, hook, tied=hook.tied)).atexit = False
 
 
 def watch_parameter(slot: GradientSlot, tensor: Tensor) -> LeafHook:

@@ -35,7 +35,7 @@ from tenterhook.pytorch.autograd import (
 )
 from tenterhook.record.alias_sums import begin_pass, note, number_for, shared_edges
 from tenterhook.record.gradient_log import GradientLog, watch_output
-from tenterhook.record.gradient_slot import GradientSlot, GradientSlots, edge_of, watch, watch_leaf
+from tenterhook.record.gradient_slot import GradientSlot, GradientSlots, edge_of, watch
 from tenterhook.record.input_gradient import EnteredCall, hook_shares
 from tenterhook.record.tape import TapeView, Track
 from tenterhook.sites import tensor_hooks as sites
@@ -357,7 +357,7 @@ class TotalGradient(_Gradient):
             return
         for path, tensor in tensors(value):
             if tensor.requires_grad:
-                (watch if tensor.grad_fn is not None else watch_leaf)(slot, path, tensor)
+                watch(slot, path, tensor)
 
 
 class InputGradient(_Gradient):

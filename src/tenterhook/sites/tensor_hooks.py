@@ -8,7 +8,6 @@ gradient.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -74,6 +73,8 @@ TRANSFORMED = (
     "separated from others. Use the gradient of the output that it comes from, or run without a transform."
 )
 _EMPTY = torch.empty(0, device="cpu")
+Function = Callable[[Tensor], Any]
+Tied = Callable[[], Exception | None]
 NO_HOOK = f"the hook of this view cannot be called: {TIED}."
 
 
@@ -315,45 +316,90 @@ def why_no_gradient(value: Any) -> str:
     return "no need" if torch.is_grad_enabled() else "no_grad"
 
 
-def hook_tensor(
-    tensor: Tensor, function: Callable[[Tensor], Any], *, tied: Callable[[], Exception] = lambda: HookError(NO_HOOK)
-) -> Callable[[], None]:
-    """Hook the gradient of the tensor's present value. Return a function that removes the hook.
+class _Hook:
+    """A hook of a tensor. If the tensor is a view that was changed in place, the hook of its base is called instead."""
 
-    If an operation has several outputs, autograd also calls the hooks of unused outputs, with None. ``tied`` returns
-    the error for a view that was changed in place and whose gradient is then not available.
+    __slots__ = ("__weakref__", "__wrapped__", "_place")
+
+    __torch_unserializable__ = True  # Avoids a warning of PyTorch when a tensor with such a hook is saved.
+
+    def __init__(self, function: Function | None, place: TensorPlace | None) -> None:
+        self.__wrapped__, self._place = function, place  # An audit shows the name of a wrapped function.
+
+    @property
+    def observes(self) -> bool:
+        """True if a leaf runs this hook after all others."""
+        return getattr(self.__wrapped__, "observes", False)
+
+    @property
+    def gone(self) -> bool:
+        """True if the hook was removed."""
+        return self.__wrapped__ is None
+
+    def remove(self) -> None:
+        """Do nothing from now on. A graph may hold the hook, but not what it refers to."""
+        self.__wrapped__ = self._place = None
+
+    def __call__(self, gradient: Tensor | None) -> Any:
+        # If an operation has several outputs, autograd also calls the hooks of unused outputs, with None.
+        function, place = self.__wrapped__, self._place
+        if gradient is None or function is None or (place is not None and place.changed):
+            return None
+        return function(gradient)
+
+
+class _PartHook(_Hook):
+    """The hook of the base of a view. It is called for the view's part of the gradient, if the view's hook is not.
+
+    This part includes uses of that memory through the base and not through the view.
     """
-    base = base_of(tensor) if tensor.grad_fn is not None else None
-    if base is None:
 
-        @functools.wraps(function)  # So that an audit shows the name of the user's function.
-        def flows(gradient: Tensor | None) -> Any:
-            return None if gradient is None else function(gradient)
+    __slots__ = ("_tied", "number")
 
-        return tensor.register_hook(flows).remove  # type: ignore[no-any-return]
-    place, removed = TensorPlace(tensor, layout_of(base)), list[bool]()
+    def __init__(self, function: Function, place: TensorPlace, tied: Tied) -> None:
+        super().__init__(function, place)
+        self._tied = tied
 
-    def own(gradient: Tensor | None) -> Any:
-        return None if gradient is None or place.changed else function(gradient)
-
-    def part(gradient: Tensor | None) -> Tensor | None:
-        if gradient is None or removed or not place.changed:
+    def __call__(self, gradient: Tensor | None) -> Tensor | None:
+        function, place = self.__wrapped__, self._place
+        if gradient is None or function is None or place is None or not place.changed:
             return None
         if place.tied:
-            raise tied()
+            error = self._tied()
+            if error is not None:
+                raise error
+            return None
         mine = place.take(gradient)
         new = function(mine)
         if new is not None and new.shape != mine.shape:
             raise HookError(f"a hook got a gradient of shape {list(mine.shape)} and returned {list(new.shape)}")
         return None if new is None else place.put(gradient, new)
 
+
+def hook_tensor(tensor: Tensor, function: Function, *, tied: Tied = lambda: HookError(NO_HOOK)) -> Callable[[], None]:
+    """Call ``function`` with the gradient of the tensor's present value. What it returns replaces the gradient.
+
+    ``tied`` is called for a view that was changed in place and whose gradient is then not available; it may return an
+    error to raise.
+
+    Returns:
+        A function that removes the hook.
+    """
+    if tensor.grad_fn is None:
+        return tensor.register_hook(_Hook(function, None)).remove  # type: ignore[no-any-return]
+    base = base_of(tensor)
+    place = None if base is None else TensorPlace(tensor, layout_of(base))
+    own = _Hook(function, place)
+    if base is None or place is None:
+        attach_hook(tensor, own)
+        return own.remove
+    part = _PartHook(function, place, tied)
     attach_part(base, tensor.grad_fn, part)
-    handle = tensor.register_hook(own)
+    attach_hook(tensor, own)
 
     def remove() -> None:
-        handle.remove()
-        removed.append(True)
-        part.gone = True  # type: ignore[attr-defined]
+        own.remove()
+        part.remove()
 
     return remove
 
