@@ -25,6 +25,7 @@ __all__ = [
     "is_numbered",
     "is_of_several_views",
     "is_older",
+    "is_rebased",
     "keeps_graph",
     "new_backward_id",
     "next_operation_number",
@@ -163,6 +164,9 @@ class _Rebase(torch.autograd.Function):
         return (None, *ctx.see(gradients))
 
 
+_REBASED = f"{_Rebase.__name__}Backward"
+
+
 def rebase(tensors: list[Tensor], see: Callable[[tuple[Any, ...]], tuple[Any, ...]]) -> None:
     """Call ``see`` with the gradients of all later uses of these tensors and their views. Its result replaces them.
 
@@ -171,6 +175,12 @@ def rebase(tensors: list[Tensor], see: Callable[[tuple[Any, ...]], tuple[Any, ..
     """
     with _unsafe_preserve_version_counter(tuple(tensors)):
         _Rebase.apply(see, *tensors)  # type: ignore[no-untyped-call]
+
+
+def is_rebased(tensor: Tensor) -> bool:
+    """Return whether :func:`rebase` was the last operation that changed this tensor."""
+    node = tensor.grad_fn
+    return node is not None and node.name() == _REBASED
 
 
 def is_of_several_views(tensor: Tensor) -> bool:

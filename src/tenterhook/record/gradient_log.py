@@ -35,7 +35,7 @@ from tenterhook.pytorch.transforms import is_wrapped
 from tenterhook.record.alias_sums import corrected, keeps_layout, note, noted, quiet
 from tenterhook.record.gradient_slot import GradientSlot, GradientSlots
 from tenterhook.record.tape_log import SPAN
-from tenterhook.sites.tensor_hooks import Part, attach_part, counter_of
+from tenterhook.sites.tensor_hooks import PartOfBase, attach_part, counter_of, is_edited
 
 __all__ = ["GradientLog", "watch_output"]
 
@@ -139,7 +139,7 @@ class GradientLog(dict[int, GradientSlots]):
             self.plain = task
         return True
 
-    def arrive_part(self, key: int, gradient: Tensor, part: Part) -> None:
+    def arrive_part(self, key: int, gradient: Tensor, part: PartOfBase) -> None:
         """Store the part of a base's gradient that belongs to a view, which was changed in place."""
         for slot in self._slots_of(key):
             slot.add_part(slot.path, gradient, part, slot.add)
@@ -214,6 +214,7 @@ def _hook(find: ref[GradientLog]) -> Callable[[tuple[int, ViewsOfBase | None], T
         return None
 
     arrived.__torch_unserializable__ = True  # type: ignore[attr-defined]  # No warning if a recorded tensor is saved.
+    arrived.observes = True  # type: ignore[attr-defined]
     return arrived
 
 
@@ -270,7 +271,7 @@ class ViewsOfBase:
             return
         base = (gradient.size(), self._stride, self._offset)
         for key, view in reversed(self.views):
-            log.arrive_part(key, gradient, Part(view, base))
+            log.arrive_part(key, gradient, PartOfBase(view, base))
 
 
 def watch_output(  # noqa: C901, PLR0912 - written out, as it runs at every call
@@ -291,8 +292,13 @@ def watch_output(  # noqa: C901, PLR0912 - written out, as it runs at every call
         number, tensor = since, own_alias(tensor)
         node = tensor.grad_fn
     hooks: Any = tensor_hooks(tensor)
-    if hooks and len(hooks) == 1 and log.follows(key, length, node, hooks):
-        return tensor
+    if hooks:
+        if len(hooks) == 1 and log.follows(key, length, node, hooks):
+            return tensor
+        if is_edited(hooks):
+            tensor = own_alias(tensor)
+            node, hooks = tensor.grad_fn, None
+            number = sequence_number(node) - OWN_ALIASES
     base = view_base(tensor)
     views: ViewsOfBase | None = None
     if base is None or (base_node := base.grad_fn) is None:

@@ -22,7 +22,7 @@ from tenterhook.pytorch.transforms import is_wrapped, unwrapped
 from tenterhook.record.alias_sums import corrected, keeps_layout, noted
 from tenterhook.sites.tensor_hooks import (
     LeafHook,
-    Part,
+    PartOfBase,
     TensorPlace,
     base_of,
     hook_tensor,
@@ -111,7 +111,9 @@ class GradientSlot:
         if frees:
             self.release()
 
-    def add_part(self, path: Path, gradient: Tensor, part: Part | None, add: Callable[[Path, Tensor], None]) -> None:
+    def add_part(
+        self, path: Path, gradient: Tensor, part: PartOfBase | None, add: Callable[[Path, Tensor], None]
+    ) -> None:
         """Add the part of a gradient that belongs to a view, or all of it if ``part`` is None."""
         if part is None:
             add(path, gradient)

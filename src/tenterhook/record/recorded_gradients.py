@@ -32,6 +32,7 @@ from tenterhook.pytorch.autograd import (
     keeps_graph,
     next_operation_number,
     own_alias,
+    tensor_hooks,
 )
 from tenterhook.record.alias_sums import begin_pass, note, number_for, shared_edges
 from tenterhook.record.gradient_log import GradientLog, watch_output
@@ -42,6 +43,7 @@ from tenterhook.sites import tensor_hooks as sites
 from tenterhook.sites.tensor_hooks import (
     TensorPlace,
     base_of,
+    is_edited,
     is_own,
     layout_of,
 )
@@ -332,7 +334,8 @@ class OutputGradient(_Gradient):
     @staticmethod
     def _watch(slot: GradientSlot, path: Path, tensor: Tensor, since: int, context: Context) -> Tensor | None:
         """Hook a tensor that the module made. For a tensor that it shares with other code, hook and return an alias."""
-        if not is_older(tensor, since):
+        hooks = tensor_hooks(tensor)
+        if not is_older(tensor, since) and not (hooks and is_edited(hooks, but_at=context.module)):
             watch(slot, path, tensor)
             return None
         alias = own_alias(tensor)

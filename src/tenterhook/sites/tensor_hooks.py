@@ -33,7 +33,7 @@ __all__ = [
     "WHY",
     "Counter",
     "LeafHook",
-    "Part",
+    "PartOfBase",
     "PostAccumulateHook",
     "TensorPlace",
     "attach_hook",
@@ -41,6 +41,8 @@ __all__ = [
     "base_of",
     "counter_of",
     "hook_tensor",
+    "is_edited",
+    "is_of_inner_call",
     "is_own",
     "layout_of",
     "mark_own",
@@ -240,7 +242,7 @@ def layout_of(tensor: Tensor) -> Layout:
     return tensor.size(), tensor.stride(), tensor.storage_offset(), tensor.dtype, conjugate, negative
 
 
-class Part:
+class PartOfBase:
     """The position of a view in its base. Each is given by its size, stride and offset in memory."""
 
     __slots__ = ("_base", "_exact", "_view")
@@ -287,7 +289,7 @@ class Part:
         return bool(self._view[2] + _extent(*self._view[:2]) > _extent(*self._base))
 
 
-class TensorPlace(Part):
+class TensorPlace(PartOfBase):
     """The position of a view in its base, and a detector of in-place changes of either."""
 
     __slots__ = ("__weakref__", "_counter")
@@ -319,12 +321,13 @@ def why_no_gradient(value: Any) -> str:
 class _Hook:
     """A hook of a tensor. If the tensor is a view that was changed in place, the hook of its base is called instead."""
 
-    __slots__ = ("__weakref__", "__wrapped__", "_place")
+    __slots__ = ("__weakref__", "__wrapped__", "_place", "edits_at")
 
     __torch_unserializable__ = True  # Avoids a warning of PyTorch when a tensor with such a hook is saved.
 
-    def __init__(self, function: Function | None, place: TensorPlace | None) -> None:
+    def __init__(self, function: Function | None, place: TensorPlace | None, edits_at: nn.Module | None = None) -> None:
         self.__wrapped__, self._place = function, place  # An audit shows the name of a wrapped function.
+        self.edits_at = edits_at
 
     @property
     def observes(self) -> bool:
@@ -338,7 +341,7 @@ class _Hook:
 
     def remove(self) -> None:
         """Do nothing from now on. A graph may hold the hook, but not what it refers to."""
-        self.__wrapped__ = self._place = None
+        self.__wrapped__ = self._place = self.edits_at = None
 
     def __call__(self, gradient: Tensor | None) -> Any:
         # If an operation has several outputs, autograd also calls the hooks of unused outputs, with None.
@@ -376,11 +379,17 @@ class _PartHook(_Hook):
         return None if new is None else place.put(gradient, new)
 
 
-def hook_tensor(tensor: Tensor, function: Function, *, tied: Tied = lambda: HookError(NO_HOOK)) -> Callable[[], None]:
+def hook_tensor(
+    tensor: Tensor,
+    function: Function,
+    *,
+    tied: Tied = lambda: HookError(NO_HOOK),
+    edits_at: nn.Module | None = None,
+) -> Callable[[], None]:
     """Call ``function`` with the gradient of the tensor's present value. What it returns replaces the gradient.
 
     ``tied`` is called for a view that was changed in place and whose gradient is then not available; it may return an
-    error to raise.
+    error to raise. ``edits_at`` is the module at whose output the function edits the gradient.
 
     Returns:
         A function that removes the hook.
@@ -389,7 +398,7 @@ def hook_tensor(tensor: Tensor, function: Function, *, tied: Tied = lambda: Hook
         return tensor.register_hook(_Hook(function, None)).remove  # type: ignore[no-any-return]
     base = base_of(tensor)
     place = None if base is None else TensorPlace(tensor, layout_of(base))
-    own = _Hook(function, place)
+    own = _Hook(function, place, edits_at)
     if base is None or place is None:
         attach_hook(tensor, own)
         return own.remove
@@ -402,6 +411,24 @@ def hook_tensor(tensor: Tensor, function: Function, *, tied: Tied = lambda: Hook
         part.remove()
 
     return remove
+
+
+def is_of_inner_call(tensor: Tensor, module: nn.Module) -> bool:
+    """Return whether a tensor has hooks of sessions, other than those of edits at the output of ``module``.
+
+    An inner call has returned the same tensor. Its hooks must get the gradient after an edit at the output of
+    ``module``, and the hooks of one tensor run in the order in which they were registered.
+    """
+    hooks = tensor_hooks(tensor) or {}
+    return is_edited(hooks, but_at=module) or any(getattr(hook, "observes", False) for hook in hooks.values())
+
+
+def is_edited(hooks: dict[Any, Any], *, but_at: nn.Module | None = None) -> bool:
+    """Return whether there is an edit among the hooks of a tensor, other than edits at the output of one module.
+
+    An inner call has returned the same tensor, and the gradient there, after the edit, is not that of an outer call.
+    """
+    return any(getattr(hook, "edits_at", None) not in (None, but_at) for hook in hooks.values())
 
 
 def _overlaps(size: tuple[int, ...], stride: tuple[int, ...]) -> bool:
