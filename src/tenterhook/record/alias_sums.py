@@ -32,7 +32,17 @@ from tenterhook.pytorch.autograd import (
     size_and_stride,
 )
 
-__all__ = ["begin_pass", "corrected", "keeps_layout", "note", "noted", "number_for", "quiet", "shared_edges"]
+__all__ = [
+    "begin_pass",
+    "corrected",
+    "is_shared",
+    "keeps_layout",
+    "note",
+    "noted",
+    "noted_aliases",
+    "number_for",
+    "quiet",
+]
 
 Edge = tuple[Any, int]
 
@@ -107,10 +117,19 @@ def corrected(slot: Any, gradient: Tensor) -> Tensor | None:
     return None
 
 
-def shared_edges() -> set[Edge]:
-    """Return the edges at which the gradients of all registered aliases, and of their originals, arrive."""
-    pairs = _based([node for _, node in _noted_nodes()])
-    return {base for _, base in pairs} | {(alias, 0) for alias, _ in pairs}
+def noted_aliases() -> list[Any]:
+    """Return the graph nodes of all registered aliases, and perhaps other nodes."""
+    return [node for _, node in _noted_nodes()]
+
+
+def is_shared(tensor: Tensor, aliases: list[Any]) -> bool:
+    """Return whether a tensor is one of these aliases, or the original of one."""
+    edge = (tensor.grad_fn, tensor.output_nr)
+    if edge[0] is None:
+        return False
+    made = OWN_ALIASES + operation_number(edge[0])  # An alias is newer than its original.
+    pairs = _based([alias for alias in aliases if sequence_number(alias) >= made])
+    return any(edge in (base, (alias, 0)) for alias, base in pairs)
 
 
 def begin_pass(ends: list[Any]) -> None:

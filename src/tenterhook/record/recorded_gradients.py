@@ -34,7 +34,7 @@ from tenterhook.pytorch.autograd import (
     own_alias,
     tensor_hooks,
 )
-from tenterhook.record.alias_sums import begin_pass, note, number_for, shared_edges
+from tenterhook.record.alias_sums import begin_pass, is_shared, note, noted_aliases, number_for
 from tenterhook.record.gradient_log import GradientLog, watch_output
 from tenterhook.record.gradient_slot import GradientSlot, GradientSlots, edge_of, watch
 from tenterhook.record.input_gradient import EnteredCall, hook_shares
@@ -95,15 +95,15 @@ class Gradients(Drawn, TapeView):
         that are not known yet. In a backward pass all of them run before those of the model. So an alias collects their
         gradients in their order.
         """
-        shared = shared_edges()
-        if not shared:
+        aliases = noted_aliases()
+        if not aliases:
             return None
         ends: list[Any] = []
         hook = BeginPass(self, len(self._ends))
         self._ends.append(ends)
         for path, tensor in list(tensors(value)):
             own = tensor
-            if (tensor.grad_fn, tensor.output_nr) in shared:
+            if is_shared(tensor, aliases):
                 own = own_alias(tensor)
                 value = replace_at(value, path, own)
             if own.grad_fn is not None:

@@ -40,7 +40,7 @@ from tenterhook.record.gradient_slot import GradientSlot, GradientSlots
 from tenterhook.record.recorded_gradients import OutputGradient
 from tenterhook.sites.tensor_wrappers import settled
 from tenterhook.statistics.tensor_signature import plain
-from tenterhook.watch.gradient_holders import NOTHING, RETAINED, HeldGradient, HookPool, HooksOursLast, RetainedGradient
+from tenterhook.watch.gradient_holders import NOTHING, RETAINED, HeldGradient, HooksOursLast, RetainedGradient
 from tenterhook.watch.step_log import HELD, NOT_COUNTED, TENSOR, WIDTH, StepLog
 
 __all__ = ["CaughtGradientObserver", "GradientObserver", "PointSlot", "StepLedger", "ValueObserver", "heal"]
@@ -128,7 +128,7 @@ class StepLedger:
         self.on, self.gradients = True, gradients
         self.retains = gradients and every == 1  # True if autograd copies small gradients, instead of a hook.
         self.log = StepLog()
-        self.pool = HookPool()
+        self.owner = object()  # Several watches may be open on a model.
         self.cells: list[tuple[PointSlot, int, GradientSlot, int, bool]] = []
         self.given: dict[tuple[PointSlot, int], Any] = {}
         self.opened: list[dict[int, Any]] = []
@@ -184,7 +184,6 @@ class StepLedger:
             return given, cells
         self.cells = []
         self.held = self.loose = 0
-        self.pool.turn()
         return log, cells
 
     def drop(self) -> None:
@@ -314,15 +313,13 @@ def _hold(tensor: Tensor, node: Any, slot: PointSlot, ledger: StepLedger) -> Hel
         tensor.retain_grad()
         return RETAINED
     hooks: Any = tensor_hooks(tensor)
-    if (
-        type(hooks) is HooksOursLast and hooks.owner is ledger.pool.owner
-    ):  # A module and its last child share their output.
+    if type(hooks) is HooksOursLast and hooks.owner is ledger.owner:  # A module and its last child share their output.
         return hooks.last
     ledger.held += slot.size
     if not ledger.gradients:
         return NOTHING
     if hooks is None:
-        own = ledger.pool.get()
+        own = HooksOursLast(ledger.owner)
         set_hooks(tensor, node, own)
         held: HeldGradient = own.last
     else:
