@@ -155,8 +155,10 @@ def made(plan, seed):
     return Model(plan).double().eval(), torch.randn(3, WIDTH, dtype=torch.float64)
 
 
-def truths(model, values, way="backward"):
-    """Return the gradient of each copy, summed over the passes."""
+def truths(model, values, way="backward", edits=None):
+    """Return the gradient of each copy, summed over the passes. With edits, it is the one after the edit."""
+    if edits is not None:
+        return edited_truths(model, values, edits)
     unrolled, x = Unrolled(model), values.clone().requires_grad_()
     loss = unrolled(x).square().sum()
     copies, losses = list(unrolled.copies.values()), [loss]
@@ -170,6 +172,16 @@ def truths(model, values, way="backward"):
         more = torch.autograd.grad(each, copies, retain_graph=True, allow_unused=True)
         found = [one if other is None else one + other for one, other in zip(found, more, strict=True)]
     return dict(zip(unrolled.copies, found, strict=True))
+
+
+def edited_truths(model, values, edits):
+    unrolled, found = Unrolled(model, edits), {}
+    loss = unrolled(values.clone().requires_grad_()).square().sum()
+    for name, copy in unrolled.copies.items():
+        copy.register_hook(lambda gradient, name=name: found.__setitem__(name, gradient))
+    loss.backward()
+    model.zero_grad()
+    return found
 
 
 def fits(plan, way):
@@ -220,7 +232,7 @@ def test_edited_gradients_are_those_of_the_edited_unrolled_model(plan, seed, dat
     changes = st.sampled_from([lambda g: g * 2, lambda g: g + 0.1, lambda g: g.clamp(-0.5, 0.5)])
     edits = data.draw(st.dictionaries(st.sampled_from(names), changes, min_size=1, max_size=3))
     mine, truth = values.clone().requires_grad_(), values.clone().requires_grad_()
-    with th.edit(model, grad={name: only_tensors(edit) for name, edit in edits.items()}):
+    with th.edit(model, grad=edits):
         if recorded:  # The points of the recording are then shared with those of the edit.
             with th.record(model, grad=True):
                 model(mine).square().sum().backward()
@@ -231,10 +243,6 @@ def test_edited_gradients_are_those_of_the_edited_unrolled_model(plan, seed, dat
     Unrolled(model, edits)(truth).square().sum().backward()
     for found, wanted in zip((mine.grad, *slopes), (truth.grad, *(p.grad for p in model.parameters())), strict=True):
         close(found, wanted, "a leaf")
-
-
-def only_tensors(edit):
-    return lambda gradient: edit(gradient) if isinstance(gradient, torch.Tensor) else (edit(gradient[0]), *gradient[1:])
 
 
 @settings(max_examples=80, **SETTINGS)
@@ -257,6 +265,26 @@ def test_backward_hooks_get_the_gradients_of_the_unrolled_model(plan, seed, way)
     for name, gradient in found.items():
         close(gradient, truth[name], name)
     assert found.keys() == truth.keys()
+
+
+@settings(max_examples=60, **SETTINGS)
+@given(plan=plans, seed=st.integers(0, 9), data=st.data(), values=st.booleans())
+def test_gradients_are_seen_after_the_edit_of_the_same_point_and_before_those_further_back(plan, seed, data, values):
+    model, given_values = made([(kinds, shape, use, "plain") for kinds, shape, use, _ in plan], seed)
+    names = list(truths(model, given_values))
+    chosen = data.draw(st.lists(st.sampled_from(names), min_size=1, max_size=3, unique=True))
+    truth = truths(model, given_values, edits=dict.fromkeys(chosen, lambda gradient: gradient * -2))
+    with warnings.catch_warnings(), th.watch(model, steps="manual") as w:
+        warnings.simplefilter("ignore", th.TenterhookWarning)
+        edit = th.edit(model, grad=dict.fromkeys(chosen, lambda gradient: gradient * -2))
+        with edit, th.record(model, *names, grad=True, values=values) as tape:
+            model(given_values.clone().requires_grad_()).square().sum().backward()
+        w.step()
+    for name, gradient in truth.items():
+        found = tape.grad[name]
+        close(found[0] if isinstance(found, tuple) else found, gradient, name)
+        if "changed" not in "".join(use for _, _, use, _ in plan):  # Else the watch copies it from the second step on.
+            assert w.series(name, "norm", "gradients")[0] == pytest.approx(float(gradient.norm()), rel=1e-4), name
 
 
 @settings(max_examples=40, **SETTINGS)

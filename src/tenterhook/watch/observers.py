@@ -38,6 +38,7 @@ from tenterhook.pytorch.autograd import (
 from tenterhook.pytorch.transforms import in_transform
 from tenterhook.record.gradient_slot import GradientSlot, GradientSlots
 from tenterhook.record.recorded_gradients import OutputGradient
+from tenterhook.sites.tensor_hooks import is_edited
 from tenterhook.sites.tensor_wrappers import settled
 from tenterhook.statistics.tensor_signature import plain
 from tenterhook.watch.gradient_holders import NOTHING, RETAINED, HeldGradient, HooksOursLast, RetainedGradient
@@ -279,7 +280,8 @@ def _short_way(slot: PointSlot, ledger: StepLedger) -> Callable[..., Tensor | No
         if slot.careful or ledger.held > ledger.hold:
             return None
         # Finding the creator of the tensor takes longer than everything else here. Defer it if the result is known.
-        if ledger.later and slot.trusted and not (args and tensor is args[0]):
+        hooks = tensor_hooks(tensor)
+        if ledger.later and slot.trusted and hooks is None and not (args and tensor is args[0]):
             if ledger.on and not in_transform():
                 ledger.held += slot.size
                 ledger.log.extend((slot, (), call, tensor, tensor._version, args, kwargs, since))
@@ -290,7 +292,8 @@ def _short_way(slot: PointSlot, ledger: StepLedger) -> Callable[..., Tensor | No
         own = operation_number(node) >= since
         slot.fickle = slot.fickle or not own
         slot.trusted = slot.size > 0 and not slot.fickle
-        if not own:  # The module returns its input. An alias separates the gradient of this use.
+        # An alias separates the gradient of this use: the module returns its input, or a child's output that is edited.
+        if not own or (hooks and is_edited(hooks)):
             tensor = own_alias(tensor)
             node = tensor.grad_fn
         if ledger.on and not in_transform():
@@ -302,8 +305,15 @@ def _short_way(slot: PointSlot, ledger: StepLedger) -> Callable[..., Tensor | No
 
 
 def _are_own(found: list[tuple[Path, Tensor]], since: int) -> bool:
-    """Return True if the call that began with operation ``since`` created all tensors of a structure."""
-    return all([type(tensor) is Tensor and not is_older(tensor, since) for _, tensor in found])  # noqa: C419 - faster
+    """Return True if the call that began with operation ``since`` created all tensors of a structure, and no gradient
+    of them is edited.
+    """
+    return all(
+        [  # noqa: C419 - faster
+            type(tensor) is Tensor and not is_older(tensor, since) and not is_edited(tensor_hooks(tensor) or {})
+            for _, tensor in found
+        ]
+    )
 
 
 def _hold(tensor: Tensor, node: Any, slot: PointSlot, ledger: StepLedger) -> HeldGradient | RetainedGradient:
