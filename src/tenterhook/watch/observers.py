@@ -305,15 +305,12 @@ def _short_way(slot: PointSlot, ledger: StepLedger) -> Callable[..., Tensor | No
 
 
 def _are_own(found: list[tuple[Path, Tensor]], since: int) -> bool:
-    """Return True if the call that began with operation ``since`` created all tensors of a structure, and no gradient
-    of them is edited.
-    """
-    return all(
-        [  # noqa: C419 - faster
-            type(tensor) is Tensor and not is_older(tensor, since) and not is_edited(tensor_hooks(tensor) or {})
-            for _, tensor in found
-        ]
-    )
+    """Return True if the call that began with operation ``since`` created all tensors, and no gradient is edited."""
+    return all([_is_own(tensor, since) for _, tensor in found])  # noqa: C419 - faster
+
+
+def _is_own(tensor: Tensor, since: int) -> bool:
+    return type(tensor) is Tensor and not is_older(tensor, since) and not is_edited(tensor_hooks(tensor) or {})
 
 
 def _hold(tensor: Tensor, node: Any, slot: PointSlot, ledger: StepLedger) -> HeldGradient | RetainedGradient:
