@@ -164,3 +164,38 @@ def test_what_makes_no_sense_is_refused():
         model(torch.ones(1, 2))
     with pytest.raises(GradientError, match="no_grad"):
         tape.grad["0"]
+
+
+class Viewed(nn.Module):
+    """It returns a view of memory that no operation saves for the backward pass."""
+
+    def forward(self, x):
+        y = (x + 1).view(-1)
+        self.memory = StorageWeakRef(y.untyped_storage())
+        return y
+
+
+@pytest.mark.parametrize("values", [False, True])
+def test_without_values_the_memory_of_a_view_is_not_kept(values):
+    model, x = nn.Sequential(nn.Linear(3, 3), Viewed(), nn.Dropout(0.0)), torch.ones(2, 3)
+    with th.record(model, grad=True, values=values) as tape:
+        loss = model(x).sum()
+        assert model[1].memory.expired() is not values
+        loss.backward()
+    assert torch.equal(tape.grad["1"], torch.ones(6))
+
+
+def test_an_edit_at_a_container_comes_before_that_of_its_last_child():
+    model, x = nn.Sequential(nn.Sequential(nn.Linear(3, 3), nn.Identity())), torch.randn(2, 3)
+    slope = 2 * model(x).detach()
+    for order in (["0", "0.0", "0.1"], ["0.1", "0.0", "0"]):
+        changes = {"0": lambda g: g + 1, "0.1": lambda g: g * 2, "0.0": lambda g: g - 3}
+        mine = x.clone().requires_grad_()
+        edit = th.edit(model, grad={point: changes[point] for point in order})
+        with edit, th.record(model, grad=True, values=False) as tape:
+            model(mine).square().sum().backward()
+        assert torch.equal(tape.grad[":return"], slope)
+        assert torch.equal(tape.grad["0"], slope + 1)
+        assert torch.equal(tape.grad["0.1"], (slope + 1) * 2)
+        assert torch.equal(tape.grad["0.0"], (slope + 1) * 2 - 3)
+        torch.testing.assert_close(mine.grad, ((slope + 1) * 2 - 3) @ model[0][0].weight)

@@ -7,11 +7,12 @@ or a copy. All edits of one point hook the same tensor, so they apply in the ord
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from tenterhook._tree import Path, replace_at, tensors
 from tenterhook.edit.change import Change, check_same_kind
@@ -26,6 +27,7 @@ from tenterhook.sites.tensor_hooks import (
     LeafHook,
     PostAccumulateHook,
     hook_tensor,
+    is_of_inner_call,
     is_own,
     mark_own,
     why_no_gradient,
@@ -104,10 +106,11 @@ class _Base(Action):
         self.why = f"it has no gradient: {WHY[reason]}" if reason else NOTHING_FLOWED
         return [(path, tensor) for path, tensor in found if tensor.requires_grad]
 
-    def _hook(self, tensor: Tensor, context: Context) -> None:
+    def _hook(self, tensor: Tensor, context: Context, edits_at: nn.Module | None = None) -> None:
         apply = self._apply
         tied = f"the edit {apply.change.name} of the gradient of {context.address!r} cannot be applied: {TIED}."
-        hook_tensor(tensor, lambda gradient: apply(gradient, context), tied=lambda: EditError(tied))
+        function = functools.partial(apply, context=context)
+        hook_tensor(tensor, function, tied=lambda: EditError(tied), edits_at=edits_at)
 
 
 class GradientEdit(_Base):
@@ -125,10 +128,12 @@ class GradientEdit(_Base):
         since = self._since.pop(context.call, 0)
         for path, tensor in self._wanted(value):
             own = tensor
-            if is_older(tensor, since):  # Other code uses this tensor too, and its gradients must not change.
+            # Other code uses an older tensor too, and its gradients must not change. An inner call may have returned
+            # the same tensor, and its hooks come after this one.
+            if is_older(tensor, since) or is_of_inner_call(tensor, context.module):
                 own = own_alias(tensor)
                 value = replace_at(value, path, own)
-            self._hook(own, context)
+            self._hook(own, context, context.module)
         return value
 
 

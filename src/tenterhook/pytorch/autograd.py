@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from operator import methodcaller
 from typing import Any
 
 import torch
@@ -15,16 +16,16 @@ from tenterhook.pytorch.support import check, feature
 
 __all__ = [
     "BACKWARD_FUNCTION",
+    "OWN_ALIASES",
     "PYTHON_NODE",
     "LightHookTable",
     "call_after_backward",
     "current_backward_id",
-    "existed_before",
     "forget_hooks",
     "is_numbered",
     "is_of_several_views",
     "is_older",
-    "is_own_alias",
+    "is_rebased",
     "keeps_graph",
     "new_backward_id",
     "next_operation_number",
@@ -32,6 +33,7 @@ __all__ = [
     "own_alias",
     "post_accumulate_hooks_of",
     "rebase",
+    "sequence_number",
     "set_hooks",
     "size_and_stride",
     "storage_identity",
@@ -107,32 +109,21 @@ next_operation_number: Callable[[], int] = find("torch._C._autograd._get_sequenc
 attribute("autograd.Node", "_sequence_nr")
 attribute("autograd.Node", "_set_sequence_nr")
 # Among the operations that are ready, autograd runs the one with the highest number first.
-_RUNS_FIRST = 1 << 62
+OWN_ALIASES = 1 << 62
+"""The number that :func:`own_alias` adds to the sequence number of an alias."""
+sequence_number: Callable[[Any], int] = methodcaller("_sequence_nr")
+"""Return the sequence number that autograd uses for a recorded operation, see :func:`operation_number`."""
 
 
 def operation_number(node: Any) -> int:
     """Return the sequence number of a recorded operation. Later operations have higher numbers."""
     number: int = node._sequence_nr()
-    return number if number < _RUNS_FIRST else number - _RUNS_FIRST
+    return number if number < OWN_ALIASES else number - OWN_ALIASES
 
 
 def is_numbered(node: Any) -> bool:
     """Return whether an object is an operation that autograd has recorded."""
     return hasattr(node, "_sequence_nr")
-
-
-def existed_before(node: Any, since: int) -> bool:
-    """Return whether a node was recorded before operation number ``since``.
-
-    For an alias of ours, use its original number.
-    """
-    number: int = node._sequence_nr()
-    return number < since or _RUNS_FIRST <= number < _RUNS_FIRST + since
-
-
-def is_own_alias(node: Any) -> bool:
-    """Return whether :func:`own_alias` created a node. Nodes of leaves have the highest possible number."""
-    return bool(_RUNS_FIRST <= node._sequence_nr() < 2 * _RUNS_FIRST)
 
 
 def is_older(tensor: Tensor, since: int) -> bool:
@@ -149,7 +140,7 @@ def own_alias(tensor: Tensor) -> Tensor:
     alias = tensor[...]  # Not view_as: it changes the strides of dimensions of size one, which kernels read.
     node: Any = alias.grad_fn
     if node is not None:
-        node._set_sequence_nr(_RUNS_FIRST + node._sequence_nr())
+        node._set_sequence_nr(OWN_ALIASES + node._sequence_nr())
     return alias
 
 
@@ -173,6 +164,9 @@ class _Rebase(torch.autograd.Function):
         return (None, *ctx.see(gradients))
 
 
+_REBASED = f"{_Rebase.__name__}Backward"
+
+
 def rebase(tensors: list[Tensor], see: Callable[[tuple[Any, ...]], tuple[Any, ...]]) -> None:
     """Call ``see`` with the gradients of all later uses of these tensors and their views. Its result replaces them.
 
@@ -181,6 +175,12 @@ def rebase(tensors: list[Tensor], see: Callable[[tuple[Any, ...]], tuple[Any, ..
     """
     with _unsafe_preserve_version_counter(tuple(tensors)):
         _Rebase.apply(see, *tensors)  # type: ignore[no-untyped-call]
+
+
+def is_rebased(tensor: Tensor) -> bool:
+    """Return whether :func:`rebase` was the last operation that changed this tensor."""
+    node = tensor.grad_fn
+    return node is not None and node.name() == _REBASED
 
 
 def is_of_several_views(tensor: Tensor) -> bool:
@@ -368,8 +368,7 @@ def _probe_hooks() -> None:
     def double(gradient: Tensor) -> Tensor:
         return gradient * 2
 
-    hooks = LightHookTable()
-    hooks["first"] = look
+    hooks = LightHookTable(first=look)
     table = set_hooks(value, value.grad_fn, hooks)
     table["second"] = double
     table["third"] = look

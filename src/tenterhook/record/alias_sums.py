@@ -18,27 +18,47 @@ import itertools
 import operator
 import weakref
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from tenterhook.pytorch.autograd import (
+    OWN_ALIASES,
     call_after_backward,
     current_backward_id,
-    is_own_alias,
     operation_number,
+    sequence_number,
     size_and_stride,
 )
 
-if TYPE_CHECKING:
-    from tenterhook.record.gradient_slot import GradientSlot
-
-__all__ = ["begin_pass", "corrected", "keeps_layout", "note", "noted", "number_for", "quiet", "shared_edges"]
+__all__ = [
+    "begin_pass",
+    "corrected",
+    "is_shared",
+    "keeps_layout",
+    "note",
+    "noted",
+    "noted_aliases",
+    "number_for",
+    "quiet",
+]
 
 Edge = tuple[Any, int]
-noted: list[tuple[weakref.ref[GradientSlot], int]] = []
-"""Slots of aliases that have no gradient yet, each with the number of the module that returned its input."""
+
+
+class Noted(Protocol):
+    """The slot of an alias, or the log of a session that has aliases."""
+
+    def alias_nodes(self, of: int) -> list[tuple[int, Any]]:
+        """Return the nodes of aliases that have no gradient yet, and perhaps other nodes.
+
+        Each comes with the number of the module that returned its input; for a slot, this is the given number.
+        """
+
+
+noted: list[tuple[weakref.ref[Noted], int]] = []
+"""What has aliases without a gradient; a slot comes with the number of the module that returned its input."""
 quiet: set[int] = set()
 """Numbers of the running backward passes that have nothing to correct."""
 _passes: dict[int, BackwardPass] = {}
@@ -47,19 +67,20 @@ MANY = 1000  # Runs without a backward pass can leave entries; above this number
 BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # Integer dtypes by their number of bytes.
 
 
-_numbers: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
+_numbers: dict[weakref.ref[nn.Module], int] = {}
 _next = itertools.count()
 
 
 def number_for(module: nn.Module) -> int:
     """Return the number of a module. No other module has it or ever had it."""
-    found = _numbers.get(module)
+    found = _numbers.get(weakref.ref(module))
     if found is None:
-        found = _numbers[module] = next(_next)
+        key = weakref.ref(module, lambda gone: _numbers.pop(gone, None))
+        found = _numbers[key] = next(_next)
     return found
 
 
-def note(slot: GradientSlot, of: int) -> None:
+def note(slot: Noted, of: int) -> None:
     """Register a slot that watches an alias, which may have several uses. ``of`` is the number of its module."""
     if len(noted) > MANY:
         _forget()
@@ -67,11 +88,15 @@ def note(slot: GradientSlot, of: int) -> None:
 
 
 def _forget() -> None:
-    """Remove the slots that already have their gradient, or that no longer exist."""
-    noted[:] = [each for each in noted if (slot := each[0]()) is not None and (slot.edges or slot.aliases)]
+    """Remove what has all its gradients, or no longer exists."""
+    noted[:] = [(find, of) for find, of in noted if (slot := find()) is not None and slot.alias_nodes(of)]
 
 
-def corrected(slot: GradientSlot, gradient: Tensor) -> Tensor | None:
+def _noted_nodes() -> list[tuple[int, Any]]:
+    return [found for find, of in noted if (slot := find()) is not None for found in slot.alias_nodes(of)]
+
+
+def corrected(slot: Any, gradient: Tensor) -> Tensor | None:
     """Return the gradient of a recorded value as it would be without aliases, or None if it is the same."""
     begun = _passes.get(current_backward_id())
     if begun is not None and begun.quiet:
@@ -92,11 +117,19 @@ def corrected(slot: GradientSlot, gradient: Tensor) -> Tensor | None:
     return None
 
 
-def shared_edges() -> set[Edge]:
-    """Return the edges at which the gradients of all registered aliases, and of their originals, arrive."""
-    slots = [slot for find, _ in noted if (slot := find()) is not None]
-    nodes = [node for slot in slots for node in (*[edge[0] for edge in slot.edges], *slot.aliases)]
-    return {edge for alias, base in _based([node for node in nodes if is_alias(node)]) for edge in ((alias, 0), base)}
+def noted_aliases() -> list[Any]:
+    """Return the graph nodes of all registered aliases, and perhaps other nodes."""
+    return [node for _, node in _noted_nodes()]
+
+
+def is_shared(tensor: Tensor, aliases: list[Any]) -> bool:
+    """Return whether a tensor is one of these aliases, or the original of one."""
+    edge = (tensor.grad_fn, tensor.output_nr)
+    if edge[0] is None:
+        return False
+    made = OWN_ALIASES + operation_number(edge[0])  # An alias is newer than its original.
+    pairs = _based([alias for alias in aliases if sequence_number(alias) >= made])
+    return any(edge in (base, (alias, 0)) for alias, base in pairs)
 
 
 def begin_pass(ends: list[Any]) -> None:
@@ -119,12 +152,12 @@ class BackwardPass:
         self._changes: set[Any] = set()
         self._handles: list[Any] = []
         self._seen: set[Any] = set()
-        found = [(slot, of) for ref, of in noted if (slot := ref()) is not None]
-        nodes = [node for slot, _ in found for node in (*[edge[0] for edge in slot.edges], *slot.aliases)]
+        found = _noted_nodes()
+        nodes = [node for _, node in found]
         # Do not walk a graph again if the same modules made it, with the same number of operations between all of these
         # nodes, as a graph that had nothing to correct.
-        numbers = [operation_number(node) for node in (start, *nodes)]
-        self._key = (*[of for _, of in found], *[number - numbers[0] for number in numbers])
+        first = operation_number(start)
+        self._key = (*[of for of, _ in found], *[sequence_number(node) - first for node in nodes])
         self.quiet = self._key in _quiet
         if self.quiet:
             quiet.add(task)
@@ -134,7 +167,7 @@ class BackwardPass:
 
     def _begin(self, nodes: list[Any]) -> None:
         self._groups: dict[Edge, list[Edge]] = {}
-        for alias, base in dict(_based([node for node in nodes if is_alias(node)])).items():
+        for alias, base in dict(_based(nodes)).items():
             self._groups.setdefault(base, [base]).append((alias, 0))
         self._oldest = min((operation_number(base) for base, _ in self._groups), default=0)
         # The operations that send gradients to aliases and to their originals.
@@ -286,19 +319,17 @@ def _is_laid_anew(tensor: Tensor | None, of: Tensor | None) -> bool:
     return tensor.stride() != of.stride() and bits is not None and torch.equal(tensor.view(bits), of.view(bits))
 
 
-def is_alias(node: Any) -> bool:
-    """Return whether a graph node is an alias that recording added."""
-    return is_own_alias(node)
-
-
-def _based(aliases: list[Any]) -> Iterator[tuple[Any, Edge]]:
-    """Yield each alias with the edge of its original tensor, following aliases of aliases."""
-    for alias in aliases:
-        chain, edge = [alias], alias.next_functions[0]
-        while edge[0] is not None and is_alias(edge[0]):
+def _based(nodes: list[Any]) -> list[tuple[Any, Edge]]:
+    """Return each alias among the nodes with the edge of its original tensor, following aliases of aliases."""
+    found: list[tuple[Any, Edge]] = []
+    for node in nodes:
+        chain, edge = [node], (node, 0)
+        while edge[0] is not None and OWN_ALIASES <= sequence_number(edge[0]) < 2 * OWN_ALIASES:
             chain.append(edge[0])
             edge = edge[0].next_functions[0]
-        yield from ((each, edge) for each in chain if edge[0] is not None)
+        if len(chain) > 1 and edge[0] is not None:
+            found += [(each, edge) for each in chain[1:]]
+    return found
 
 
 def _handed(came: dict[Any, list[tuple[int, Any, Tensor]]], alias: Any) -> Tensor | None:

@@ -8,11 +8,10 @@ last reference. A slot does hold the graph edges at which its gradients arrive, 
 from __future__ import annotations
 
 import weakref
-from types import MappingProxyType
+from collections.abc import Callable
 from typing import Any
 from weakref import ref
 
-import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
@@ -20,35 +19,30 @@ from tenterhook._tree import Opaque, Path, map_tensors, replace_at
 from tenterhook.errors import ValueChanged
 from tenterhook.pytorch.autograd import PYTHON_NODE, current_backward_id, keeps_graph
 from tenterhook.pytorch.transforms import is_wrapped, unwrapped
-from tenterhook.record.alias_sums import corrected, keeps_layout, noted, quiet
+from tenterhook.record.alias_sums import corrected, keeps_layout, noted
 from tenterhook.sites.tensor_hooks import (
     LeafHook,
+    PartOfBase,
     TensorPlace,
-    attach_hook,
-    attach_part,
     base_of,
-    layout_of,
+    hook_tensor,
     why_no_gradient,
 )
 from tenterhook.sites.tensor_wrappers import gathered
 
 __all__ = [
-    "NO_PARTS",
     "GradientHook",
     "GradientSlot",
     "GradientSlots",
-    "PassState",
     "SharedMemoryHook",
-    "caught",
     "edge_of",
     "watch",
+    "watch_parameter",
 ]
-__all__ += ["watch_leaf", "watch_parameter"]
 
 # The fields of GradientEdge. For a node that is written in Python there is a third field, which keeps the node alive.
 Edge = tuple[Any, ...]
 
-NO_PARTS: Any = MappingProxyType({})  # The shared initial value of most slots.
 CHANGED = (
     "the gradient of {address!r} was changed in place after it was recorded, by a hook or by other code that "
     "received it, so the recorded gradient is lost. A hook should return a new tensor."
@@ -68,70 +62,35 @@ def copy_if_layout_sensitive(gradient: Tensor) -> Tensor:
 class GradientSlot:
     """The gradients of one value: for each of its tensors, the gradients of every backward pass."""
 
-    # A slot is created for each call of a recorded module, and most slots set only these attributes.
-    __slots__ = (
-        "__dict__", "__weakref__", "_found", "edges", "first", "kept", "lone", "passes", "spent", "version",
-    )  # fmt: skip
-
-    first: Tensor | None
-    """The first gradient, as long as it is the only one and has not been read."""
-    version: int
-    edges: tuple[Edge, ...]
-    """The graph edges that a backward pass must reach so that the hooks get every gradient."""
-    spent: bool
-    kept: tuple[Tensor, int] | None
-    """A detached view, and its version when it was recorded."""
-    lone: int
-    """For a batch of one example, the stride of that dimension in a gradient that needs no closer check. 0 if no
-    dimension has size one, and -1 if other dimensions have."""
-    passes: PassState
-
     shape: Any = None  # The value's own structure, with None in place of each tensor.
     path: Path = ()  # The path of the tensor in the value, if there is only one.
     why = ""
+    edges: tuple[Edge, ...] = ()
+    """The graph edges that a backward pass must reach so that the hooks get every gradient."""
+    spent = False
+    """True after a backward pass that has freed the graph."""
     # Operations that were added to the graph for this slot, other than those of its edges.
     aliases: tuple[Any, ...] = ()
     tasks: dict[Path, int] | None = None
     leaf: weakref.ref[Tensor] | None = None  # A parameter. An edge would keep it alive.
-    places: tuple[
-        TensorPlace, ...
-    ] = ()  # The view layouts that its hooks use. They belong to the slot, because a graph may outlive the tape.
+    places: tuple[Any, ...] = ()
+    """Layouts that its hooks need. The hooks do not hold them, because a graph may outlive the tape."""
     silent = graphs = False
     numbered: dict[int, Path]  # Paths by number, for gradients that a compiled graph returns. See tenterhook.compiled.
     whole = False  # Whether to gather a gradient that is sharded over processes.
 
     def __init__(self, value: Any, why: str | None = None) -> None:
-        self._found: dict[Path, list[tuple[Tensor, int]]] = {}
-        self.first, self.edges, self.spent, self.kept = None, (), False, None
+        self.parts: dict[Path, list[tuple[Tensor, int]]] = {}
+        """Each gradient with its version at that time, to detect later changes in place."""
         if not isinstance(value, Tensor):
             self.shape = map_tensors(lambda _: None, value, opaque=Opaque.of)
         if why is None:
             self.why = why_no_gradient(value)
 
-    @property
-    def parts(self) -> dict[Path, list[tuple[Tensor, int]]]:
-        """Each gradient with its version at that time, to detect later changes in place."""
-        first = self.first
-        if first is not None:
-            # The gradient that was passed to backward(), or that a hook returned, requires a gradient itself.
-            if first.requires_grad:
-                first = first.detach()
-            self._found, self.first = {self.path: [(first, self.version)]}, None
-        return self._found
-
-    @parts.setter
-    def parts(self, found: dict[Path, list[tuple[Tensor, int]]]) -> None:
-        self._found, self.first = found, None
-
-    @property
-    def overwritten(self) -> bool:
-        """True if this is a view that was changed in place. Its hook is then no longer on the right graph node."""
-        return self.kept is not None and self.kept[0]._version != self.kept[1]
-
-    def hold(self, place: TensorPlace) -> weakref.ref[TensorPlace]:
-        """Keep a view layout for a hook and return a weak reference. The graph with the hook may outlive the tape."""
-        self.places += (place,)
-        return weakref.ref(place)
+    def hold(self, places: Any) -> int:
+        """Keep layouts for a hook. Return their index in ``places``."""
+        self.places += (places,)
+        return len(self.places) - 1
 
     def add(self, path: Path, gradient: Tensor) -> None:
         """Add a gradient from the backward pass that is running."""
@@ -148,11 +107,20 @@ class GradientSlot:
             gradient = gathered(gradient)
         if 1 in gradient.shape:
             gradient = copy_if_layout_sensitive(gradient)
-        if self.parts is NO_PARTS:
-            self.parts = {}
         self.parts.setdefault(path, []).append((gradient, gradient._version))
         if frees:
             self.release()
+
+    def add_part(
+        self, path: Path, gradient: Tensor, part: PartOfBase | None, add: Callable[[Path, Tensor], None]
+    ) -> None:
+        """Add the part of a gradient that belongs to a view, or all of it if ``part`` is None."""
+        if part is None:
+            add(path, gradient)
+        elif part.tied:
+            self.why = "tied"
+        else:
+            add(path, part.take(gradient))
 
     def gather(self, path: Path, gradient: Tensor) -> None:
         """Add one of several contributions of a pass. They are summed in the order in which autograd would sum them."""
@@ -180,69 +148,19 @@ class GradientSlot:
         if self.aliases:
             self.aliases = ()
 
-
-def caught(find: weakref.ref[GradientSlot], gradient: Tensor | None) -> Tensor | None:
-    """Store the gradient of a single tensor in its slot. Bound to a weak reference to the slot, it is the usual hook.
-
-    It runs with a cold processor cache. So it calls no other functions of this library, and a bound method is the
-    cheapest callable.
-    """
-    slot = find()
-    if slot is None or gradient is None:  # Autograd calls the hooks of unused outputs of an operation too, with None.
-        return None
-    kept, passes = slot.kept, slot.passes
-    if (
-        ((noted or not passes.plain) and passes.asked != current_backward_id() and not _is_plain(passes))
-        or slot.first is not None or slot._found or (kept is not None and kept[0]._version != kept[1])
-    ):  # fmt: skip
-        return _caught(slot, gradient)
-    if slot.lone and gradient.stride()[0] != slot.lone:
-        gradient = copy_if_layout_sensitive(gradient)
-    slot.first, slot.version = gradient, gradient._version
-    slot.spent, slot.edges = True, ()
-    return None
-
-
-class PassState:
-    """The last backward pass that has reached the values of a tape.
-
-    ``plain`` is True if that pass kept no graph, built none and had no sums to correct. Until the next module call or
-    gradient read, a further pass is assumed to be alike. If it keeps its graph, its slots release the graph all the
-    same, and ``tape.backward`` has to search for them. If sums may need correction, each pass is checked.
-    """
-
-    __slots__ = ("asked", "plain")
-
-    def __init__(self) -> None:
-        self.plain, self.asked = False, -1
-
-
-def _is_plain(passes: PassState) -> bool:
-    """Return whether the backward pass keeps no graph, builds none and has no sums to correct. Check once per pass."""
-    task = current_backward_id()
-    if task != passes.asked:
-        if keeps_graph() or torch.is_grad_enabled() or (noted and task not in quiet):
-            return False
-        passes.plain, passes.asked = True, task
-    return True
-
-
-def _caught(slot: GradientSlot, gradient: Tensor) -> Tensor | None:
-    """Store a gradient like ``caught``, for the unusual cases."""
-    if slot.overwritten:  # The hook of the base delivers this gradient.
-        return None
-    new = corrected(slot, gradient) if noted and current_backward_id() not in quiet else None
-    slot.add(slot.path, gradient if new is None else new)
-    return new
-
-
-caught.__torch_unserializable__ = True  # type: ignore[attr-defined]
+    def alias_nodes(self, of: int) -> list[tuple[int, Any]]:
+        """Return its nodes that are or may be aliases, each with the number of the module."""
+        return [(of, node) for node in (*[edge[0] for edge in self.edges], *self.aliases)]
 
 
 class GradientSlots(dict[int, Any]):
     """The slots of a point, by call. After the session, an action refers to them weakly."""
 
-    __slots__ = ("__weakref__",)
+    __slots__ = ("__weakref__", "base")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base: int | None = None  # The first key of its track in the log of the session, if it is there.
 
 
 class GradientHook:
@@ -261,50 +179,19 @@ class GradientHook:
         """True if the slot no longer exists."""
         return self._find() is None
 
+    def tied(self) -> None:
+        """Note that the gradient cannot be separated from that of the shared memory."""
+        slot = self._find()
+        if slot is not None:
+            slot.why = "tied"
+
     def __call__(self, gradient: Tensor | None) -> Tensor | None:
         slot = self._find()
-        if slot is None or slot.silent or gradient is None:  # As in caught.
+        if slot is None or slot.silent or gradient is None:
             return None
         new = corrected(slot, gradient) if noted else None
         slot.add(self._path, gradient if new is None else new)
         return new
-
-
-class ViewGradientHook(GradientHook):
-    """The hook of a view. It does nothing if the view or its base was changed in place in the meantime."""
-
-    __slots__ = ("_place",)
-
-    def __init__(self, slot: GradientSlot, path: Path, place: TensorPlace) -> None:
-        super().__init__(slot, path)
-        self._place = slot.hold(place)
-
-    def __call__(self, gradient: Tensor | None) -> Tensor | None:
-        slot, place = self._find(), self._place()
-        if slot is None or place is None or place.changed or gradient is None:
-            return None
-        new = corrected(slot, gradient) if noted else None
-        slot.add(self._path, gradient if new is None else new)
-        return new
-
-
-class PartGradientHook(ViewGradientHook):
-    """The hook of the base of a view. It stores the gradient if the view's own hook does not.
-
-    This is the gradient of the memory that the view covered. It includes uses of that memory through the base and not
-    through the view.
-    """
-
-    __slots__ = ()
-
-    def __call__(self, gradient: Tensor | None) -> None:
-        slot, place = self._find(), self._place()
-        if slot is None or place is None or not place.changed or gradient is None:
-            return
-        if place.tied:
-            slot.why = "tied"
-        else:
-            slot.add(self._path, place.take(gradient))
 
 
 class SharedMemoryHook(GradientHook):
@@ -313,44 +200,27 @@ class SharedMemoryHook(GradientHook):
     Here too, the stored gradient is that of the memory.
     """
 
-    __slots__ = ("_place", "_shown")
+    __slots__ = ("_places",)
 
     def __init__(self, slot: GradientSlot, path: Path, shown: list[TensorPlace], place: TensorPlace | None) -> None:
         super().__init__(slot, path)
-        self._shown = [slot.hold(each) for each in shown]
-        self._place = slot.hold(place) if place is not None else None
+        self._places = slot.hold((shown, place))
 
     def __call__(self, gradient: Tensor | None) -> None:
-        slot, shown = self._find(), [find() for find in self._shown]
-        if slot is None or gradient is None or not any(place is not None and place.changed for place in shown):
+        slot = self._find()
+        if slot is None or gradient is None:
             return
-        place = self._place() if self._place is not None else None
-        if place is None:
-            slot.add(self._path, gradient)
-        elif place.tied:
-            slot.why = "tied"
-        else:
-            slot.add(self._path, place.take(gradient))
+        shown, place = slot.places[self._places]
+        if any(each.changed for each in shown):
+            slot.add_part(self._path, gradient, place, slot.add)
 
 
 def watch(slot: GradientSlot, path: Path, tensor: Tensor) -> None:
-    """Hook a tensor that has a grad_fn, and store the gradient of its present value."""
+    """Hook a tensor and store the gradient of its present value, for as long as the slot exists."""
     base = base_of(tensor)
-    if base is None:
-        slot.edges += (edge_of(tensor),)
-        attach_hook(tensor, GradientHook(slot, path))
-        return
-    slot.edges += (edge_of(tensor), edge_of(base))
-    place = TensorPlace(tensor, layout_of(base))
-    attach_hook(tensor, ViewGradientHook(slot, path, place))
-    attach_part(base, tensor.grad_fn, PartGradientHook(slot, path, place))
-
-
-def watch_leaf(slot: GradientSlot, path: Path, tensor: Tensor) -> None:
-    """Hook a leaf that the user passed in. The hook is removed when the slot is freed."""
-    slot.edges += (edge_of(tensor),)
-    handle = tensor.register_hook(GradientHook(slot, path))
-    weakref.finalize(slot, handle.remove).atexit = False
+    slot.edges += (edge_of(tensor),) if base is None else (edge_of(tensor), edge_of(base))
+    hook = GradientHook(slot, path)
+    weakref.finalize(slot, hook_tensor(tensor, hook, tied=hook.tied)).atexit = False
 
 
 def watch_parameter(slot: GradientSlot, tensor: Tensor) -> LeafHook:

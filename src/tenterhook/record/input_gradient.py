@@ -86,20 +86,14 @@ def _share(
     slot: GradientSlot, index: int, path: Path, place: TensorPlace | None, shown: list[TensorPlace]
 ) -> Callable[[Any, Any], None]:
     """Return a hook for an operation. It stores the gradient that the operation sends to one of its edges."""
-    find, outputs = weakref.ref(slot), [slot.hold(each) for each in shown]
-    held = slot.hold(place) if place is not None else None
+    find, places = weakref.ref(slot), slot.hold((shown, place))
 
     def shared(inputs: tuple[Tensor | None, ...], _outputs: Any) -> None:
         slot, gradient = find(), inputs[index]
-        seen = (output() for output in outputs)
-        if slot is None or gradient is None or any(output is not None and output.changed for output in seen):
+        if slot is None or gradient is None:
             return
-        place = held() if held is not None else None
-        if place is None:
-            slot.gather(path, gradient)
-        elif place.tied:
-            slot.why = "tied"
-        else:
-            slot.gather(path, place.take(gradient))
+        shown, place = slot.places[places]
+        if not any(output.changed for output in shown):
+            slot.add_part(path, gradient, place, slot.gather)
 
     return shared

@@ -7,7 +7,6 @@ list by address when it is read.
 from __future__ import annotations
 
 import sys
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 from weakref import ref
@@ -24,10 +23,10 @@ from tenterhook.engine.shared_forward import SharedForwards
 from tenterhook.pytorch.autograd import current_backward_id, next_operation_number, view_base
 from tenterhook.pytorch.checkpointing import saved_tensor_hooks
 from tenterhook.pytorch.module_calls import FORWARD_HOOKS, GLOBAL_FORWARD_HOOKS
-from tenterhook.record.alias_sums import note, number_for
-from tenterhook.record.gradient_slot import GradientSlots
+from tenterhook.record.alias_sums import number_for
+from tenterhook.record.gradient_log import GradientLog, watch_output
 from tenterhook.record.kept_value import GradientOnly, Policy
-from tenterhook.record.recorded_gradients import OutputGradient, watch_output
+from tenterhook.record.recorded_gradients import OutputGradient
 from tenterhook.record.tape import Track
 from tenterhook.record.tape_log import SPAN, LogEntries
 from tenterhook.sites.tensor_hooks import shows_every_change
@@ -81,7 +80,7 @@ class Outputs(SharedForwards):
         self._tape, self._policy, self._keep, self._grad, self._values = tape, policy, keep, grad, values
         self._gradients: dict[nn.Module, OutputGradient] = {}
         # By the first key of a track, because a tape must refer to its modules weakly.
-        self._slots: defaultdict[int, GradientSlots] = defaultdict(GradientSlots)
+        self._slots = tape.grad.passes if grad else GradientLog()
         # If other actions record too, entries are stored at once, so that the log keeps the order of the run.
         self._add: Add = log.fresh.append if alone and keep == sys.maxsize else log.adder(keep)
         self._last = log.last_calls() if alone and keep == 1 else None
@@ -108,7 +107,6 @@ class Outputs(SharedForwards):
             self._tape.make_tracks = values
         if self._grad:
             self._tape.grad.make_tracks = gradients
-            self._tape.grad.unread = slots
 
     def make_track(self, point: Point) -> None:
         """Create the track of one point now, in line with those of other actions."""
@@ -145,7 +143,7 @@ class Outputs(SharedForwards):
         """Return whether any of the points was reached."""
         if self._values:
             return self._tape.log.any_reached()
-        return any(self._slots.values()) or any(gradient.reached for gradient in self._gradients.values())
+        return self._slots.any_reached() or any(gradient.reached for gradient in self._gradients.values())
 
     def reached(self) -> Callable[[Point], bool]:
         """Return a predicate for whether one of the points was reached."""
@@ -157,6 +155,7 @@ class Outputs(SharedForwards):
 
     def _has_gradient(self, module: nn.Module) -> bool:
         gradient = self._gradients.get(module)
+        self._slots.settle()
         return bool(self._slots.get(self._base(module))) or (gradient is not None and gradient.reached)
 
     def release(self) -> None:
@@ -220,14 +219,14 @@ class Outputs(SharedForwards):
 
         return forward
 
-    def _forward_with_gradients(self, original: Forward) -> Forward:
+    def _forward_with_gradients(self, original: Forward) -> Forward:  # noqa: C901 - written out, as it runs at every call
         """Return the forward that records outputs and gradients, or gradients only.
 
         Values are kept by reference. A session that copies them does not use this forward.
         """
         keys, add, last, owner = self.modules, self._add, self._last, current.token
         keep, values = self._policy.keep, self._values
-        slots, passes, limit, whole = self._slots, self._tape.grad.passes, self._keep, self._policy.gather
+        log, limit, whole = self._slots, self._keep, self._policy.gather
 
         def forward(self_: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
             key = keys.get(self_)
@@ -241,20 +240,21 @@ class Outputs(SharedForwards):
             value = original(self_, *args, **kwargs) if kwargs or len(args) != 1 else original(self_, args[0])
             tensor: Any = value if type(value) is Tensor else lone_tensor(value)
             if (
-                tensor is None or whole or not tensor.requires_grad
+                tensor is None or whole
                 or self_.__dict__[FORWARD_HOOKS] or GLOBAL_FORWARD_HOOKS
             ):  # fmt: skip
                 self._gradient_of(self_).enter(call, since)
                 return self.finish(self_, call, value)
-            kept = (tensor.detach(), tensor._version) if values else None
-            entries = slots[key - call]
-            own = watch_output(entries, passes, limit, tensor, call, since, kept, value)
+            own = watch_output(log, key, tensor, since, 0 if value is tensor else len(value))
             if own is None:
                 self._gradient_of(self_).enter(call, since)
                 return self.finish(self_, call, value)
+            if call >= limit:
+                log.drop(key - limit)
             if own is not tensor:
-                note(entries[call], number_for(self_))
-            if kept is not None:
+                log.note(key, number_for(self_))
+            if values:
+                kept = (tensor.detach(), tensor._version)
                 try:
                     by_reference = shows_every_change(tensor)
                 except RuntimeError:  # A tensor without its own storage, such as one that torch.func transforms.
@@ -273,9 +273,9 @@ class Outputs(SharedForwards):
     def _gradient_of(self, module: nn.Module) -> OutputGradient:
         gradient = self._gradients.get(module)
         if gradient is None:
-            slots = self._slots[self._base(module)]
+            slots, of, calls = self._slots[self._base(module)], number_for(module), self.calls_of(module)
             gradient = self._gradients[module] = OutputGradient(
-                slots, self._keep, whole=self._policy.gather, passes=self._tape.grad.passes, of=number_for(module)
+                slots, self._keep, whole=self._policy.gather, passes=self._slots, of=of, calls=calls
             )
         return gradient
 

@@ -14,7 +14,6 @@ it. A walk through the graph from the module's outputs to the input finds these 
 from __future__ import annotations
 
 import weakref
-from types import MethodType
 from typing import TYPE_CHECKING, Any
 from weakref import ref
 
@@ -28,36 +27,23 @@ from tenterhook.compiled.expected_gradients import expect
 from tenterhook.engine.action import Action, Context
 from tenterhook.errors import GradientError, NoBackward, NoGradient, TenterhookError
 from tenterhook.pytorch.autograd import (
-    PYTHON_NODE,
-    LightHookTable,
     call_after_backward,
-    existed_before,
     is_older,
     keeps_graph,
     next_operation_number,
     own_alias,
-    set_hooks,
     tensor_hooks,
-    view_base,
 )
-from tenterhook.record.alias_sums import begin_pass, note, number_for, shared_edges
-from tenterhook.record.gradient_slot import (
-    NO_PARTS,
-    GradientSlot,
-    GradientSlots,
-    PassState,
-    caught,
-    edge_of,
-    watch,
-    watch_leaf,
-)
+from tenterhook.record.alias_sums import begin_pass, is_shared, note, noted_aliases, number_for
+from tenterhook.record.gradient_log import GradientLog, watch_output
+from tenterhook.record.gradient_slot import GradientSlot, GradientSlots, edge_of, watch
 from tenterhook.record.input_gradient import EnteredCall, hook_shares
-from tenterhook.record.tape import TapeView
-from tenterhook.record.view_gradients import watch_view
+from tenterhook.record.tape import TapeView, Track
 from tenterhook.sites import tensor_hooks as sites
 from tenterhook.sites.tensor_hooks import (
     TensorPlace,
     base_of,
+    is_edited,
     is_own,
     layout_of,
 )
@@ -74,7 +60,6 @@ __all__ = [
     "InputGradientOut",
     "OutputGradient",
     "TotalGradient",
-    "watch_output",
 ]
 
 WHY = sites.WHY | {
@@ -84,9 +69,6 @@ WHY = sites.WHY | {
         "at a time: th.batch(..., batch=1)."
     ),
 }
-new_slot = GradientSlot.__new__
-FIRST = object()  # The key of the first hook of a tensor. To hash the hook itself takes longer.
-STRIDED = torch.strided
 NONE_RECORDED = "this tape has no gradients. Record them: th.record(model, ..., grad=True)"
 
 
@@ -97,10 +79,14 @@ class Gradients(Drawn, TapeView):
         super().__init__(tape._model())
         self._aliases = tape._aliases
         self._tape = weakref.ref(tape)
-        self.passes = PassState()
+        self.passes = GradientLog()
+        """The gradients that arrive in the most frequent case."""
         self._ends: list[Any] = []
-        self.unread: dict[int, GradientSlots] = {}
-        """The slots of tracks that are not created yet, because nothing has read them."""
+
+    @property
+    def _tracks(self) -> dict[str, Track]:
+        self.passes.settle()
+        return super()._tracks
 
     def returned(self, value: Any) -> Any:
         """Hook the outputs of the whole model, so that a backward pass can correct sums. Return the outputs.
@@ -109,15 +95,15 @@ class Gradients(Drawn, TapeView):
         that are not known yet. In a backward pass all of them run before those of the model. So an alias collects their
         gradients in their order.
         """
-        shared = shared_edges()
-        if not shared:
+        aliases = noted_aliases()
+        if not aliases:
             return None
         ends: list[Any] = []
         hook = BeginPass(self, len(self._ends))
         self._ends.append(ends)
         for path, tensor in list(tensors(value)):
             own = tensor
-            if (tensor.grad_fn, tensor.output_nr) in shared:
+            if is_shared(tensor, aliases):
                 own = own_alias(tensor)
                 value = replace_at(value, path, own)
             if own.grad_fn is not None:
@@ -131,16 +117,22 @@ class Gradients(Drawn, TapeView):
 
     def end(self) -> None:
         """Release the graphs at the end of the session, if a backward pass has used one of them."""
-        slots = self.slots()
-        if any(slot.spent for slot in slots):
+        log, slots = self.passes, self._made_slots()
+        if log.found or any(slot.spent for slot in slots):
             self._ends.clear()
-            for slot in slots:
+            log.settle(found=False)
+            for slot in self._made_slots():
                 if slot.edges or slot.aliases or not slot.spent:
                     slot.release()
 
     def slots(self) -> list[GradientSlot]:
         """Return every slot of the tape."""
-        tracks = self.unread.values() if self.make_tracks is not None else (t.entries for t in self._tracks.values())
+        self.passes.settle()
+        return self._made_slots()
+
+    def _made_slots(self) -> list[GradientSlot]:
+        # Before the tape is first read, it has no tracks.
+        tracks = self.passes.values() if self.make_tracks is not None else [t.entries for t in self._made.values()]
         return [entry for entries in tracks for entry in entries.values() if isinstance(entry, GradientSlot)]
 
     def _find(self, address: str) -> tuple[str, int | CallRange | None]:
@@ -152,7 +144,6 @@ class Gradients(Drawn, TapeView):
     def _read(self, entry: Any, address: str) -> Any:
         if not isinstance(entry, GradientSlot):
             return super()._read(entry, address)
-        self.passes.plain = False
         if entry.why:
             raise GradientError(f"there is no gradient of {address!r}: {WHY[entry.why]}")
         if entry.parts:
@@ -287,14 +278,17 @@ class OutputGradient(_Gradient):
         keep: int,
         *,
         whole: bool = False,
-        passes: PassState | None = None,
+        passes: GradientLog | None = None,
         of: int = -1,
+        calls: int = 0,
     ) -> None:
         super().__init__(entries, keep, whole=whole)
-        self._latest = max(entries, default=-1)  # A shared forward may have served earlier calls.
-        self._of = of  # The number of its module, for the fast path.
+        # For the fast path: the session's log, the first key there, and the number of the module.
+        self._log, self._base, self._of = _no_log, 0, of
+        if passes is not None:
+            self._log, self._base = passes.find, passes.join(entries)
+        self._latest = calls - 1  # A shared forward may have served earlier calls.
         self._since: dict[int, int] = {}
-        self._passes = PassState() if passes is None else passes
 
     def enter(self, call: int, since: int, *_given: Any) -> None:
         """Store the operation number at the start of a call. The module did not make tensors that are older."""
@@ -305,19 +299,22 @@ class OutputGradient(_Gradient):
         tensor: Tensor,
         call: int,
         since: int,
-        kept: tuple[Tensor, int] | None,
+        _kept: tuple[Tensor, int] | None,
         value: Any,
         _args: Any,
         _kwargs: Any,
     ) -> Tensor | None:
         """Hook a tensor on the fast path; see :func:`watch_output`."""
-        if self._whole:
+        log, key = self._log(), self._base + call
+        if log is None or self._whole:
             return None
-        own = watch_output(self.entries, self._passes, self.keep, tensor, call, since, kept, value)
+        own = watch_output(log, key, tensor, since, 0 if value is tensor else len(value))
         if own is not None:
             self._latest = call
+            if call >= self.keep:
+                log.drop(key - self.keep)
             if own is not tensor:
-                note(self.entries[call], self._of)
+                log.note(key, self._of)
         return own
 
     def __call__(self, value: Any, context: Context) -> Any:
@@ -337,7 +334,8 @@ class OutputGradient(_Gradient):
     @staticmethod
     def _watch(slot: GradientSlot, path: Path, tensor: Tensor, since: int, context: Context) -> Tensor | None:
         """Hook a tensor that the module made. For a tensor that it shares with other code, hook and return an alias."""
-        if not is_older(tensor, since):
+        hooks = tensor_hooks(tensor)
+        if not is_older(tensor, since) and not (hooks and is_edited(hooks, but_at=context.module)):
             watch(slot, path, tensor)
             return None
         alias = own_alias(tensor)
@@ -346,50 +344,9 @@ class OutputGradient(_Gradient):
         return alias
 
 
-def watch_output(
-    entries: GradientSlots,
-    passes: PassState,
-    keep: int,
-    tensor: Tensor,
-    call: int,
-    since: int,
-    kept: tuple[Tensor, int] | None,
-    value: Any,
-) -> Tensor | None:
-    """Hook the output of a call in the most frequent cases. This runs at every call, so it is written out.
-
-    Return the tensor that the module returns, possibly an alias, which the caller has to :func:`note`; or None if this
-    value needs an action of its own. ``kept`` is the value on the tape with its version, or None if only the gradient
-    is recorded. ``value`` is the tensor, or a tuple with the tensor as its first element and no other tensors.
-    """
-    node: Any = tensor.grad_fn
-    if node is None or isinstance(node, PYTHON_NODE) or tensor.layout is not STRIDED:
-        return None
-    if existed_before(node, since):
-        tensor = own_alias(tensor)
-        node = tensor.grad_fn
-    slot = new_slot(GradientSlot)
-    slot._found, slot.edges, slot.spent = NO_PARTS, ((node, tensor.output_nr),), False
-    slot.first = slot.kept = None
-    shape = tensor.shape
-    slot.lone, slot.passes, passes.plain = 0, passes, False
-    if 1 in shape:
-        slot.lone = shape.numel() if shape[0] == 1 and shape.count(1) == 1 else -1
-    if type(value) is tuple:
-        slot.shape, slot.path = (None,) * len(value), (0,)
-    entries[call] = slot
-    if call >= keep:
-        entries.pop(call - keep, None)
-    hook, base = MethodType(caught, ref(slot)), view_base(tensor)
-    if base is not None and base.grad_fn is not None:
-        slot.kept = kept or (tensor.detach(), tensor._version)
-        watch_view(slot, tensor, node, base, hook)
-        return tensor
-    hooks = tensor_hooks(tensor)
-    if hooks is None:
-        hooks = set_hooks(tensor, node, LightHookTable())
-    hooks[hook if hooks else FIRST] = hook
-    return tensor
+def _no_log() -> GradientLog | None:
+    """Return None, for an action that uses no log."""
+    return None
 
 
 class TotalGradient(_Gradient):
@@ -403,7 +360,7 @@ class TotalGradient(_Gradient):
             return
         for path, tensor in tensors(value):
             if tensor.requires_grad:
-                (watch if tensor.grad_fn is not None else watch_leaf)(slot, path, tensor)
+                watch(slot, path, tensor)
 
 
 class InputGradient(_Gradient):

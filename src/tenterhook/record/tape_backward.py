@@ -91,7 +91,6 @@ def _to_points(
     wanted = [*parameters, *(edge for slot in slots for edge in slot.edges)]
     targets = list(dict.fromkeys(edge[:2] for edge in [*wanted, *(_ends(loss) if _has_lost_one(tape) else ())]))
     before = [_caught(slot) for slot in slots]
-    tape.grad.passes.plain = False
     for slot, _ in leaves:
         slot.silent = True
     try:

@@ -24,6 +24,7 @@ from tenterhook.errors import HookError
 from tenterhook.pytorch.autograd import (
     call_after_backward,
     current_backward_id,
+    is_rebased,
     next_operation_number,
     operation_number,
     own_alias,
@@ -220,8 +221,8 @@ class CallGradients:
             ready.append((path, inner, number))
         if bases:
             rebase(bases, self._see_out if len(wanted) > 1 else as_it_is)
-        if len(wanted) > 1:  # Views that exist already do not pass the new node, so they are made again.
-            ready = [(path, t if n is None or t is bases[n] else again(t, bases[n]), n) for path, t, n in ready]
+        # Views that exist already do not pass the new node, so they are made again.
+        ready = [(path, t if n is None or t is bases[n] else again(t, bases[n]), n) for path, t, n in ready]
         for (index, *_), (path, inner, number) in zip(wanted, ready, strict=True):
             alias = self._hook_out(index, inner, number, several=len(wanted) > 1)
             output = replace_at(output, path, alias)
@@ -236,6 +237,7 @@ class CallGradients:
             or is_wrapped(base)
             or base.grad_fn is None
             or operation_number(base.grad_fn) < self._since
+            or is_rebased(base)  # A call inside this one has hooks too. Their views of it must stay as they are.
         ):
             return None
         if any(base is each for each in inputs) or not all(

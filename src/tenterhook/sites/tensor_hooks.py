@@ -8,8 +8,6 @@ gradient.
 
 from __future__ import annotations
 
-import functools
-import weakref
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -35,12 +33,16 @@ __all__ = [
     "WHY",
     "Counter",
     "LeafHook",
+    "PartOfBase",
     "PostAccumulateHook",
     "TensorPlace",
     "attach_hook",
     "attach_part",
     "base_of",
+    "counter_of",
     "hook_tensor",
+    "is_edited",
+    "is_of_inner_call",
     "is_own",
     "layout_of",
     "mark_own",
@@ -72,6 +74,9 @@ TRANSFORMED = (
     "inside a transform of torch.func, the gradient of a view, or of an argument through one module only, cannot be "
     "separated from others. Use the gradient of the output that it comes from, or run without a transform."
 )
+_EMPTY = torch.empty(0, device="cpu")
+Function = Callable[[Tensor], Any]
+Tied = Callable[[], Exception | None]
 NO_HOOK = f"the hook of this view cannot be called: {TIED}."
 
 
@@ -202,18 +207,25 @@ def is_own(tensor: Tensor, module: nn.Module) -> bool:
     return getattr(tensor, "tenterhook_owner", None) is module
 
 
+def counter_of(tensor: Tensor) -> Tensor:
+    """Return a tensor that shares the version counter with the given one, and nothing else."""
+    counter = tensor.detach()
+    try:
+        counter.data = _EMPTY
+    except RuntimeError:  # A tensor of another kind, such as a subclass.
+        counter.data = tensor.detach().new_empty(0)
+    return counter
+
+
 class Counter:
     """A detector of in-place changes of a tensor's memory. It holds neither the memory nor the graph."""
 
-    __slots__ = ("__weakref__", "_counter", "_version")
+    __slots__ = ("_counter", "_version")
 
     def __init__(self, tensor: Tensor) -> None:
         if is_wrapped(tensor):
             raise GradientError(TRANSFORMED)
-        # A tensor that shares the version counter with the other one, and nothing else.
-        self._counter = tensor.detach()
-        self._counter.data = tensor.new_empty(0)
-        self._version = tensor._version
+        self._counter, self._version = counter_of(tensor), tensor._version
 
     @property
     def changed(self) -> bool:
@@ -230,17 +242,15 @@ def layout_of(tensor: Tensor) -> Layout:
     return tensor.size(), tensor.stride(), tensor.storage_offset(), tensor.dtype, conjugate, negative
 
 
-class TensorPlace(Counter):
-    """The position of a view in its base, and a detector of in-place changes of either."""
+class PartOfBase:
+    """The position of a view in its base. Each is given by its size, stride and offset in memory."""
 
     __slots__ = ("_base", "_exact", "_view")
 
-    def __init__(self, view: Tensor, base: Layout) -> None:
-        super().__init__(view)
-        size, stride, offset, *kind = base
-        self._view = (view.size(), view.stride(), view.storage_offset() - offset)
-        self._base = (size, stride)
-        self._exact = kind == [view.dtype, view.is_conj(), view.is_neg()]
+    def __init__(self, view: Layout, base: Layout) -> None:
+        self._view = (view[0], view[1], view[2] - base[2])
+        self._base = base[:2]
+        self._exact = view[3:] == base[3:]
 
     @property
     def layout(self) -> tuple[Any, ...]:
@@ -279,6 +289,21 @@ class TensorPlace(Counter):
         return bool(self._view[2] + _extent(*self._view[:2]) > _extent(*self._base))
 
 
+class TensorPlace(PartOfBase):
+    """The position of a view in its base, and a detector of in-place changes of either."""
+
+    __slots__ = ("__weakref__", "_counter")
+
+    def __init__(self, view: Tensor, base: Layout) -> None:
+        super().__init__(layout_of(view), base)
+        self._counter = Counter(view)
+
+    @property
+    def changed(self) -> bool:
+        """True if the memory was changed in place."""
+        return self._counter.changed
+
+
 def why_no_gradient(value: Any) -> str:
     """Return the reason why this value has no gradient, as a key of ``WHY``, or "" if it can have one."""
     floats = [tensor for _, tensor in tensors(value) if tensor.is_floating_point() or tensor.is_complex()]
@@ -293,49 +318,117 @@ def why_no_gradient(value: Any) -> str:
     return "no need" if torch.is_grad_enabled() else "no_grad"
 
 
-def hook_tensor(
-    tensor: Tensor, function: Callable[[Tensor], Any], *, tied: Callable[[], Exception] = lambda: HookError(NO_HOOK)
-) -> Callable[[], None]:
-    """Hook the gradient of the tensor's present value. Return a function that removes the hook.
+class _Hook:
+    """A hook of a tensor. If the tensor is a view that was changed in place, the hook of its base is called instead."""
 
-    If an operation has several outputs, autograd also calls the hooks of unused outputs, with None. ``tied`` returns
-    the error for a view that was changed in place and whose gradient is then not available.
+    __slots__ = ("__weakref__", "__wrapped__", "_place", "edits_at")
+
+    __torch_unserializable__ = True  # Avoids a warning of PyTorch when a tensor with such a hook is saved.
+
+    def __init__(self, function: Function | None, place: TensorPlace | None, edits_at: nn.Module | None = None) -> None:
+        self.__wrapped__, self._place = function, place  # An audit shows the name of a wrapped function.
+        self.edits_at = edits_at
+
+    @property
+    def observes(self) -> bool:
+        """True if a leaf runs this hook after all others."""
+        return getattr(self.__wrapped__, "observes", False)
+
+    @property
+    def gone(self) -> bool:
+        """True if the hook was removed."""
+        return self.__wrapped__ is None
+
+    def remove(self) -> None:
+        """Do nothing from now on. A graph may hold the hook, but not what it refers to."""
+        self.__wrapped__ = self._place = self.edits_at = None
+
+    def __call__(self, gradient: Tensor | None) -> Any:
+        # If an operation has several outputs, autograd also calls the hooks of unused outputs, with None.
+        function, place = self.__wrapped__, self._place
+        if gradient is None or function is None or (place is not None and place.changed):
+            return None
+        return function(gradient)
+
+
+class _PartHook(_Hook):
+    """The hook of the base of a view. It is called for the view's part of the gradient, if the view's hook is not.
+
+    This part includes uses of that memory through the base and not through the view.
     """
-    base = base_of(tensor) if tensor.grad_fn is not None else None
-    if base is None:
 
-        @functools.wraps(function)  # So that an audit shows the name of the user's function.
-        def flows(gradient: Tensor | None) -> Any:
-            return None if gradient is None else function(gradient)
+    __slots__ = ("_tied", "number")
 
-        return tensor.register_hook(flows).remove  # type: ignore[no-any-return]
-    place = TensorPlace(tensor, layout_of(base))
+    def __init__(self, function: Function, place: TensorPlace, tied: Tied) -> None:
+        super().__init__(function, place)
+        self._tied = tied
 
-    def own(gradient: Tensor | None) -> Any:
-        return None if gradient is None or place.changed else function(gradient)
-
-    def part(gradient: Tensor | None) -> Tensor | None:
-        if gradient is None or not place.changed:
+    def __call__(self, gradient: Tensor | None) -> Tensor | None:
+        function, place = self.__wrapped__, self._place
+        if gradient is None or function is None or place is None or not place.changed:
             return None
         if place.tied:
-            raise tied()
+            error = self._tied()
+            if error is not None:
+                raise error
+            return None
         mine = place.take(gradient)
         new = function(mine)
         if new is not None and new.shape != mine.shape:
             raise HookError(f"a hook got a gradient of shape {list(mine.shape)} and returned {list(new.shape)}")
         return None if new is None else place.put(gradient, new)
 
+
+def hook_tensor(
+    tensor: Tensor,
+    function: Function,
+    *,
+    tied: Tied = lambda: HookError(NO_HOOK),
+    edits_at: nn.Module | None = None,
+) -> Callable[[], None]:
+    """Call ``function`` with the gradient of the tensor's present value. What it returns replaces the gradient.
+
+    ``tied`` is called for a view that was changed in place and whose gradient is then not available; it may return an
+    error to raise. ``edits_at`` is the module at whose output the function edits the gradient.
+
+    Returns:
+        A function that removes the hook.
+    """
+    if tensor.grad_fn is None:
+        return tensor.register_hook(_Hook(function, None)).remove  # type: ignore[no-any-return]
+    base = base_of(tensor)
+    place = None if base is None else TensorPlace(tensor, layout_of(base))
+    own = _Hook(function, place, edits_at)
+    if base is None or place is None:
+        attach_hook(tensor, own)
+        return own.remove
+    part = _PartHook(function, place, tied)
     attach_part(base, tensor.grad_fn, part)
-    handle, shared = tensor.register_hook(own), tensor_hooks(base)
-    table: weakref.ref[Any] = weakref.ref(shared)
+    attach_hook(tensor, own)
 
     def remove() -> None:
-        handle.remove()
-        hooks = table()
-        if hooks is not None:
-            hooks.pop(part, None)
+        own.remove()
+        part.remove()
 
     return remove
+
+
+def is_of_inner_call(tensor: Tensor, module: nn.Module) -> bool:
+    """Return whether a tensor has hooks of sessions, other than those of edits at the output of ``module``.
+
+    An inner call has returned the same tensor. Its hooks must get the gradient after an edit at the output of
+    ``module``, and the hooks of one tensor run in the order in which they were registered.
+    """
+    hooks = tensor_hooks(tensor) or {}
+    return is_edited(hooks, but_at=module) or any(getattr(hook, "observes", False) for hook in hooks.values())
+
+
+def is_edited(hooks: dict[Any, Any], *, but_at: nn.Module | None = None) -> bool:
+    """Return whether there is an edit among the hooks of a tensor, other than edits at the output of one module.
+
+    An inner call has returned the same tensor, and the gradient there, after the edit, is not that of an outer call.
+    """
+    return any(getattr(hook, "edits_at", None) not in (None, but_at) for hook in hooks.values())
 
 
 def _overlaps(size: tuple[int, ...], stride: tuple[int, ...]) -> bool:

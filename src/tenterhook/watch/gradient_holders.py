@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from sys import getrefcount
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -12,7 +11,7 @@ from tenterhook.record.gradient_slot import copy_if_layout_sensitive
 if TYPE_CHECKING:
     from tenterhook.watch.observers import PointSlot
 
-__all__ = ["NOTHING", "RETAINED", "HeldGradient", "HookPool", "HooksOursLast", "RetainedGradient"]
+__all__ = ["NOTHING", "RETAINED", "HeldGradient", "HooksOursLast", "RetainedGradient"]
 
 
 class HeldGradient:
@@ -82,7 +81,7 @@ class HooksOursLast(dict[Any, Any]):
 
     def __init__(self, owner: object) -> None:
         super().__init__()
-        self.owner = owner  # Several watches may be open on a model.
+        self.owner = owner
         self.last = HeldGradient()
         super().__setitem__(self.last, self.last.hold)
 
@@ -97,35 +96,5 @@ class HooksOursLast(dict[Any, Any]):
             self[key] = hook
 
 
-class HookPool:
-    """A pool of hook dicts that are reused once their graph is freed.
-
-    Creating them takes longer than attaching them, and hundreds of new objects in each step trigger Python's garbage
-    collector. The pool has two sets, because most loops still hold the graph of the previous step during a step.
-    """
-
-    def __init__(self) -> None:
-        self.owner = object()
-        self._turns: list[list[HooksOursLast]] = [[], []]
-        self._next = 0
-
-    def turn(self) -> None:
-        """Start the next step with the set that was not used in this step."""
-        self._turns.reverse()
-        self._next = 0
-
-    def get(self) -> HooksOursLast:
-        """Return a hooks dict with only our hook, which is closed and holds nothing."""
-        turn, place = self._turns[0], self._next
-        self._next += 1
-        if place == len(turn):
-            turn.append(HooksOursLast(self.owner))
-        elif getrefcount(turn[place]) != ALONE or len(turn[place]) > 1:  # Still in use, or with a foreign hook.
-            turn[place] = HooksOursLast(self.owner)
-        return turn[place]
-
-
-_one = [HooksOursLast(None)]
-ALONE = getrefcount(_one[0])  # Reference count of an object that only a list refers to, counted as above.
 # NOTHING: no gradients are wanted. RETAINED: autograd keeps the gradients itself.
 NOTHING, RETAINED = HeldGradient(), RetainedGradient()

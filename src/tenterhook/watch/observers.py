@@ -38,9 +38,10 @@ from tenterhook.pytorch.autograd import (
 from tenterhook.pytorch.transforms import in_transform
 from tenterhook.record.gradient_slot import GradientSlot, GradientSlots
 from tenterhook.record.recorded_gradients import OutputGradient
+from tenterhook.sites.tensor_hooks import is_edited
 from tenterhook.sites.tensor_wrappers import settled
 from tenterhook.statistics.tensor_signature import plain
-from tenterhook.watch.gradient_holders import NOTHING, RETAINED, HeldGradient, HookPool, HooksOursLast, RetainedGradient
+from tenterhook.watch.gradient_holders import NOTHING, RETAINED, HeldGradient, HooksOursLast, RetainedGradient
 from tenterhook.watch.step_log import HELD, NOT_COUNTED, TENSOR, WIDTH, StepLog
 
 __all__ = ["CaughtGradientObserver", "GradientObserver", "PointSlot", "StepLedger", "ValueObserver", "heal"]
@@ -128,7 +129,7 @@ class StepLedger:
         self.on, self.gradients = True, gradients
         self.retains = gradients and every == 1  # True if autograd copies small gradients, instead of a hook.
         self.log = StepLog()
-        self.pool = HookPool()
+        self.owner = object()  # Several watches may be open on a model.
         self.cells: list[tuple[PointSlot, int, GradientSlot, int, bool]] = []
         self.given: dict[tuple[PointSlot, int], Any] = {}
         self.opened: list[dict[int, Any]] = []
@@ -184,7 +185,6 @@ class StepLedger:
             return given, cells
         self.cells = []
         self.held = self.loose = 0
-        self.pool.turn()
         return log, cells
 
     def drop(self) -> None:
@@ -280,7 +280,8 @@ def _short_way(slot: PointSlot, ledger: StepLedger) -> Callable[..., Tensor | No
         if slot.careful or ledger.held > ledger.hold:
             return None
         # Finding the creator of the tensor takes longer than everything else here. Defer it if the result is known.
-        if ledger.later and slot.trusted and not (args and tensor is args[0]):
+        hooks = tensor_hooks(tensor)
+        if ledger.later and slot.trusted and hooks is None and not (args and tensor is args[0]):
             if ledger.on and not in_transform():
                 ledger.held += slot.size
                 ledger.log.extend((slot, (), call, tensor, tensor._version, args, kwargs, since))
@@ -291,7 +292,8 @@ def _short_way(slot: PointSlot, ledger: StepLedger) -> Callable[..., Tensor | No
         own = operation_number(node) >= since
         slot.fickle = slot.fickle or not own
         slot.trusted = slot.size > 0 and not slot.fickle
-        if not own:  # The module returns its input. An alias separates the gradient of this use.
+        # An alias separates the gradient of this use: the module returns its input, or a child's output that is edited.
+        if not own or (hooks and is_edited(hooks)):
             tensor = own_alias(tensor)
             node = tensor.grad_fn
         if ledger.on and not in_transform():
@@ -303,8 +305,12 @@ def _short_way(slot: PointSlot, ledger: StepLedger) -> Callable[..., Tensor | No
 
 
 def _are_own(found: list[tuple[Path, Tensor]], since: int) -> bool:
-    """Return True if the call that began with operation ``since`` created all tensors of a structure."""
-    return all([type(tensor) is Tensor and not is_older(tensor, since) for _, tensor in found])  # noqa: C419 - faster
+    """Return True if the call that began with operation ``since`` created all tensors, and no gradient is edited."""
+    return all([_is_own(tensor, since) for _, tensor in found])  # noqa: C419 - faster
+
+
+def _is_own(tensor: Tensor, since: int) -> bool:
+    return type(tensor) is Tensor and not is_older(tensor, since) and not is_edited(tensor_hooks(tensor) or {})
 
 
 def _hold(tensor: Tensor, node: Any, slot: PointSlot, ledger: StepLedger) -> HeldGradient | RetainedGradient:
@@ -314,15 +320,13 @@ def _hold(tensor: Tensor, node: Any, slot: PointSlot, ledger: StepLedger) -> Hel
         tensor.retain_grad()
         return RETAINED
     hooks: Any = tensor_hooks(tensor)
-    if (
-        type(hooks) is HooksOursLast and hooks.owner is ledger.pool.owner
-    ):  # A module and its last child share their output.
+    if type(hooks) is HooksOursLast and hooks.owner is ledger.owner:  # A module and its last child share their output.
         return hooks.last
     ledger.held += slot.size
     if not ledger.gradients:
         return NOTHING
     if hooks is None:
-        own = ledger.pool.get()
+        own = HooksOursLast(ledger.owner)
         set_hooks(tensor, node, own)
         held: HeldGradient = own.last
     else:
