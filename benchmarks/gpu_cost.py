@@ -193,7 +193,8 @@ def page(path: Path) -> None:
         elif isinstance(value, list) and name == "gpu_cost":
             lines.append(f"| {figure}: th.cost, PyTorch's own count | {value[0]:,}, {value[1]:,} | |")
         else:
-            lines.append(f"| {figure} | {value:.2f} | |" if isinstance(value, float) else f"| {figure} | {value} | |")
+            shown = value if isinstance(value, list) else [value]
+            lines.append(f"| {figure} | {', '.join(f'{v:.2f}' if isinstance(v, float) else str(v) for v in shown)} | |")
     write_section(name, "\n".join(lines))
 
 

@@ -12,7 +12,7 @@ SOURCE = Path(th.__file__).parent
 # Each package may import from those in earlier lines, and from itself.
 ROOMS = [
     {"errors", "pytorch", "_text", "_version", "_lazy"},
-    {"_tree", "_tensor_bytes", "_free_memory", "_draw", "_fit", "_look", "_notebook_figure"},
+    {"_tree", "_tensor_bytes", "_free_memory", "_draw", "_fit", "_look", "_model_table", "_notebook_figure"},
     {"address"},
     {"sites"},
     {"engine"},

@@ -157,6 +157,7 @@ class Job:
         chosen = self.found if self.found is not None else self.selectors
         stop = self.stop and self.grad is None
         session = record(self.model, *chosen, stop=stop, copy=self.copy, grad=self.grad is not None, gather=self.gather)
+        session.tape.log.copies_held = False  # Nothing else changes the output before the rows are read.
         if ahead is not None:
             session.bindings.extend(ahead.bindings(session.points_now()))
         with contextlib.nullcontext() if self.grad is not None else torch.no_grad(), session as tape:

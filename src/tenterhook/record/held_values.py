@@ -37,11 +37,11 @@ def copies_of_held(kept: Sequence[Tensor | KeptValue]) -> dict[int, Tensor]:
     held, attributes = list[Tensor](), list[int]()
     for each in kept:
         if type(each) is KeptValue:
-            held += [tensor for tensor, _ in each.watched]
+            held += [tensor for tensor, _ in each.watched if type(tensor) is Tensor]
             # The outputs of transformers models have their items as attributes too.
             attributes += map(id, getattr(each.value, "__dict__", {}).values())
-        else:
-            held.append(each)  # type: ignore[arg-type]
+        elif type(each) is Tensor:
+            held.append(each)
     # A recorded view of a recorded value holds it. In newer releases of PyTorch this counts as one reference.
     bases = {id(view_base(tensor)) for tensor in held}
     # Three for each: the entry and the two lists; or the structure, its watched pair and the list.

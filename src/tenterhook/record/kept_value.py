@@ -221,7 +221,7 @@ def read(entry: Entry, address: str, given: set[int] | None) -> Any:
     for tensor, version in watched:
         if tensor._version != version:
             raise ValueChanged(CHANGED.format(address=address, old=version, new=tensor._version))
-        if given is not None and tensor.is_cpu:
+        if given is not None and type(tensor) is Tensor and tensor.is_cpu:
             _refuse_lent(tensor, address, given)
         wrapped = wrapped or is_wrapped(tensor)
     if wrapped:

@@ -38,6 +38,8 @@ class TapeLog:
 
     # Class attributes, because a session that is opened for one call uses few of them.
     ordered = _is_open = True
+    copies_held = True
+    """whether values that the program still holds at the end are copied"""
     _new = 0
     """the first key of the next track"""
     _last_calls: Mapping[Any, Returned] = MappingProxyType({})
@@ -126,7 +128,8 @@ class TapeLog:
             self._put(place, without_graph(entry_of(self.fresh[place])))
         for key, entry in self._entries.items():
             self._entries[key] = without_graph(entry)
-        self._copy_held()
+        if self.copies_held:
+            self._copy_held()
 
     def _put(self, place: int, entry: Any) -> None:
         key = self.fresh[place][0]
