@@ -32,7 +32,7 @@ ELSEWHERE = {
 }
 # vLLM runs these by their code in transformers, and calls what is around the layers `model`.
 BY_TRANSFORMERS = {"olmo2": LAYERS, "glm": LAYERS, "gpt_neox": "gpt_neox.layers"}
-# In transformers, the attention of these has other code, or another code path without masks.
+# In transformers or in vLLM, the attention of these has no queries and keys for each head under the names of others.
 NO_HEADS = {"falcon", "falcon_7b", "gpt_neox", "deepseek_v2"}
 HEADS = {"opt": ("k", "v", "z")}
 FAMILIES = (
