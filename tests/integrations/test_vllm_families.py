@@ -24,20 +24,18 @@ from tenterhook.integrations.vllm import attach
 
 pytestmark = pytest.mark.vllm
 LAYERS = "model.layers"
-ELSEWHERE = {
-    "falcon": "transformer.h",
-    "falcon_7b": "transformer.h",
-    "gpt2": "transformer.h",
-    "opt": "model.decoder.layers",
-}
+ELSEWHERE = dict.fromkeys(("falcon", "falcon_7b", "gpt2", "gptj"), "transformer.h") | {"opt": "model.decoder.layers"}
 # vLLM runs these by their code in transformers, and calls what is around the layers `model`.
 BY_TRANSFORMERS = {"olmo2": LAYERS, "glm": LAYERS, "gpt_neox": "gpt_neox.layers"}
+# In transformers, layers of these also return the pattern of their attention.
+WITH_PATTERN = {"falcon", "falcon_7b", "gptj"}
 # In transformers or in vLLM, the attention of these has no queries and keys for each head under the names of others.
-NO_HEADS = {"falcon", "falcon_7b", "gpt_neox", "deepseek_v2"}
+NO_HEADS = {"falcon", "falcon_7b", "gptj", "gpt_neox", "deepseek_v2"}
 HEADS = {"opt": ("k", "v", "z")}
 FAMILIES = (
     "llama", "mistral", "qwen2_moe", "qwen3", "qwen3_moe", "gemma2", "gemma3", "cohere", "cohere2", "deepseek_v2",
-    "falcon", "falcon_7b", "glm4", "granite", "granitemoe", "mixtral", "olmoe", "opt", "phi3", "stablelm", "gpt2",
+    "ernie4_5", "exaone4", "falcon", "falcon_7b", "glm4", "glm4_moe", "granite", "granitemoe", "mixtral", "nemotron",
+    "olmoe", "opt", "phi3", "stablelm", "gpt2", "gptj",
 )  # fmt: skip
 
 
@@ -49,8 +47,7 @@ def compare(root, family, *, alone):
     points = [f"{there}.*@{name}" for name in ("resid", "attn_out", "mlp_out")]
     if family not in NO_HEADS:
         points += [f"{there}.*.*@{name}" for name in HEADS.get(family, "qkvz")]
-    # In transformers, a layer of Falcon also returns the pattern of its attention.
-    edit = {f"{there}.1@resid": th.add(vector(0), part=0 if "falcon" in family else None)}
+    edit = {f"{there}.1@resid": th.add(vector(0), part=0 if family in WITH_PATTERN else None)}
     # The engine may replace methods of the classes of transformers, so this comes first.
     tokens = prompts([70, 5, 33])
     read = [continued(model, each, 6)[0, :-1].tolist() for each in tokens]

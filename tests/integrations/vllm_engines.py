@@ -33,6 +33,7 @@ LATENT = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 16, "
 SHARED = {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1, "moe_intermediate_size": 32}
 ROUTED = {"first_k_dense_replace": 1, "n_group": 1, "topk_group": 1, "routed_scaling_factor": 2.0, **SHARED}
 FALCON = {name: value for name, value in WITHOUT_HEAD_SIZE.items() if name != "num_key_value_heads"} | {"alibi": False}
+GPT = {"vocab_size": VOCABULARY, "n_embd": 64, "n_layer": 3, "n_head": 2, "n_positions": 512}
 SCALED = {"residual_multiplier": 0.3, "embedding_multiplier": 3.0, "attention_multiplier": 0.2, "logits_scaling": 2.0}
 
 
@@ -56,21 +57,26 @@ def _configs():
         "cohere": plain("Cohere"),
         "cohere2": plain("Cohere2"),
         "deepseek_v2": plain("DeepseekV2", **LATENT, **ROUTED, rope_parameters=YARN),
+        "ernie4_5": with_heads("Ernie4_5"),
+        "exaone4": plain("Exaone4", sliding_window=64, sliding_window_pattern=2),
         "falcon": lambda: hf.FalconConfig(**FALCON, new_decoder_architecture=True, num_kv_heads=2),
         "falcon_7b": lambda: hf.FalconConfig(**FALCON, multi_query=True, parallel_attn=True),
         "glm": with_heads("Glm", pad_token_id=0, partial_rotary_factor=0.5),
         "glm4": with_heads("Glm4", pad_token_id=0, partial_rotary_factor=0.5),
+        "glm4_moe": with_heads("Glm4Moe", **ROUTED),
         "gpt_neox": plain("GPTNeoX", use_parallel_residual=True),
         "granite": plain("Granite", **SCALED),
         "granitemoe": plain("GraniteMoe", **SCALED, num_local_experts=4, num_experts_per_tok=2),
         "mixtral": with_heads("Mixtral", num_local_experts=4, num_experts_per_tok=2),
+        "nemotron": with_heads("Nemotron"),
         "olmo2": plain("Olmo2"),
         "olmoe": plain("Olmoe", num_experts=4, num_experts_per_tok=2),
         "opt": plain("OPT", ffn_dim=96, word_embed_proj_dim=64),
         "phi": plain("Phi"),
         "phi3": plain("Phi3", pad_token_id=0),
         "stablelm": plain("StableLm", use_qkv_bias=True),
-        "gpt2": lambda: hf.GPT2Config(vocab_size=VOCABULARY, n_embd=64, n_layer=3, n_head=2, n_positions=512),
+        "gpt2": lambda: hf.GPT2Config(**GPT),
+        "gptj": lambda: hf.GPTJConfig(**GPT, rotary_dim=16),
     }
 
 
