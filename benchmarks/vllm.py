@@ -1,12 +1,21 @@
-"""An engine of vLLM with tenterhook, compared with one without it, and a harvest with one of transformers.
+"""An engine of vLLM with tenterhook, compared with the same without it, and a harvest with one of transformers.
 
-vLLM is in an environment of its own: ``make bench-vllm``. The engines are in this process, in eager mode, in float32,
-on one thread. Serving is timed in seconds of that thread, so other load on the machine affects it little.
+vLLM is in an environment of its own: ``make bench-vllm``. One part alone, whose rows replace those of the page:
+``python -m benchmarks.vllm harvest``; ``--prompts 100 --dry`` tries it. The engine is in this process, in eager mode,
+in float32, on one thread. Times are those of the processor, so other load on the machine affects them little.
+
+One engine serves all ways of a piece of work, because two engines differ by some percent: their memory is elsewhere.
+The ways take turns, in many short rounds. A figure is the median of the ratios within a round, and its quartiles are
+those of the same ratios.
 """
 
 from __future__ import annotations
 
+import argparse
+import gc
+import json
 import os
+import random
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -29,38 +38,72 @@ from vllm import LLM, SamplingParams
 from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 
 import tenterhook as th
-from benchmarks.harness import Goal, Opener, Row, Trial, Workload, WrongValues, measure
-from tenterhook.integrations.vllm import Engine, attach
+from benchmarks.harness import Goal, Opener, Row, Trial, Workload, WrongValues, quiet, ratio, verify
+from benchmarks.report import RESULTS, publish
+from tenterhook.integrations.vllm import Engine, Worker, attach
 
 POINT = "model.layers.4@resid"
 VOCABULARY, WIDTH, LAYERS = 2000, 512, 6
 REQUESTS, GENERATED = 16, 16
-SMALL, PROMPTS, LONGEST, BATCH = 128, 2000, 200, 32
+PROMPTS, LONGEST, BATCH = 2000, 200, 32
 SAME, RECORDED, EDITED, HARVESTED = (Goal("ratio", at_most=1 / share) for share in (0.99, 0.93, 0.95, 1.5))
-MOST, HARVESTS = 12, 2
-WORKER = "tenterhook.integrations.vllm.Worker"
+ROUNDS, HARVESTS = 150, 3
 CLOSE = 1e-3
+PARTS = ("serve", "steer", "harvest")
 
 
-def run(rounds: int) -> Iterator[Row]:
-    """Measure the whole suite."""
+def run(rounds: int, parts: Sequence[str] = PARTS, prompts: int = PROMPTS) -> Iterator[Row]:
+    """Measure the whole suite, or some parts of it."""
     with tempfile.TemporaryDirectory(prefix="tenterhook-bench-") as folder:
-        model, path = _model(Path(folder), WIDTH, LAYERS)
-        with _engine(path, worker_extension_cls="") as plain, _engine(path) as llm:
-            yield from measure(serving(plain, llm), min(rounds, MOST))
-            yield from measure(steering(plain, llm, model), min(rounds, MOST))
-        model, path = _model(Path(folder), SMALL, LAYERS)
-        with _engine(path, max_num_seqs=128, max_num_batched_tokens=2048) as llm:
-            yield from measure(harvesting(llm, model), min(rounds, HARVESTS))
+        if "serve" in parts or "steer" in parts:
+            model, path = _model(Path(folder), WIDTH)
+            with _engine(path, max_num_seqs=REQUESTS) as llm:
+                if "serve" in parts:
+                    yield from paired(serving(llm), rounds)
+                if "steer" in parts:
+                    yield from paired(steering(llm, model), rounds)
+        if "harvest" in parts:
+            model, path = _model(Path(folder), WIDTH // 2)
+            with _engine(path, max_num_seqs=128, max_num_batched_tokens=2048) as llm:
+                yield from paired(harvesting(llm, model, prompts), min(rounds, HARVESTS), warm=False)
 
 
-def _model(root: Path, width: int, layers: int) -> tuple[LlamaForCausalLM, Path]:
+def paired(work: Workload, rounds: int, *, warm: bool = True) -> list[Row]:
+    """Check the values of all ways, and return the median of the ratios within a round for each, with its quartiles."""
+    verify(work)
+    times = _turns(work, rounds, warm=warm)
+    rows = []
+    for name, mine in times.items():
+        found, goal = ratio(mine, times[work.baseline]), work.goals.get(name)
+        text, met = (f"≤ {goal.at_most:.4g} of {work.baseline}", found.median <= goal.at_most) if goal else ("", None)
+        rows.append(Row(work.name, name, found.median, "×", min(mine), found.quartiles, goal=text, met=met))
+    return rows
+
+
+def _turns(work: Workload, rounds: int, *, warm: bool) -> dict[str, list[float]]:
+    """Return the times of each way: one call in each round, in a random order, after an untimed one if ``warm``."""
+    times: dict[str, list[float]] = {name: [] for name in work.ways}
+    draw = random.Random(0)  # noqa: S311 - not for security
+    with quiet():
+        for _ in range(rounds):
+            gc.collect(0)
+            for name in draw.sample(list(work.ways), len(work.ways)):
+                with work.ways[name]() as trial:
+                    if warm:
+                        trial.call()
+                    start = work.clock()
+                    trial.call()
+                    times[name].append(work.clock() - start)
+    return times
+
+
+def _model(root: Path, width: int) -> tuple[LlamaForCausalLM, Path]:
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=VOCABULARY,
         hidden_size=width,
         intermediate_size=2 * width,
-        num_hidden_layers=layers,
+        num_hidden_layers=LAYERS,
         num_attention_heads=width // 64,
         num_key_value_heads=width // 64,
         max_position_embeddings=512,
@@ -79,13 +122,26 @@ def _engine(path: Path, **options: Any) -> Iterator[LLM]:
         enforce_eager=True,
         enable_prefix_caching=False,
         max_model_len=512,
-        **{"max_num_seqs": REQUESTS, "worker_extension_cls": WORKER, **options},
+        worker_extension_cls=f"{Worker.__module__}.{Worker.__name__}",
+        **options,
     )
     try:
         yield llm
     finally:
         llm.llm_engine.engine_core.shutdown()
         cleanup_dist_env_and_memory()
+
+
+@contextmanager
+def _without_extension(llm: LLM) -> Iterator[None]:
+    """Take the extension out of the class of the engine's worker. vLLM adds it in the same way."""
+    kind = type(llm.llm_engine.model_executor.driver_worker.worker)
+    bases = kind.__bases__
+    kind.__bases__ = tuple(base for base in bases if base is not Worker)
+    try:
+        yield
+    finally:
+        kind.__bases__ = bases
 
 
 def _prompts(count: int, longest: int) -> list[list[int]]:
@@ -111,18 +167,17 @@ def _sampling(count: int = GENERATED) -> SamplingParams:
     return SamplingParams(temperature=0, max_tokens=count, ignore_eos=True, detokenize=False)
 
 
-def serving(plain: LLM, llm: LLM) -> Workload:
+def serving(llm: LLM) -> Workload:
     """Serve requests by an engine without the extension, and with it, with and without a recording of one layer."""
     return Workload(
         f"serve {REQUESTS} requests, {GENERATED} tokens each",
         {
-            "vLLM alone": _served(plain),
+            "vLLM alone": _served(llm),
             "attached, nothing asked": _served(llm, lambda engine: engine),
             "one layer of all requests recorded": _served(llm, lambda engine: engine.record(POINT)),
         },
         reference="vLLM alone",
         goals={"attached, nothing asked": SAME, "one layer of all requests recorded": RECORDED},
-        calls=4,
         clock=time.thread_time,
     )
 
@@ -134,19 +189,19 @@ def _served(llm: LLM, block: Callable[[Engine], AbstractContextManager[Any]] | N
     def opened() -> Iterator[Trial]:
         served = Served(llm, _sampling())
         if block is None:
-            yield Trial(served, lambda: served.tokens)
+            with _without_extension(llm):
+                yield Trial(served, lambda: served.tokens)
             return
-        engine = _attached(llm)
+        with _attached(llm) as engine:
 
-        def call() -> None:
-            if block(engine) is engine:
-                served()
-                return
-            with block(engine):
-                served()
+            def call() -> None:
+                if block(engine) is engine:
+                    served()
+                    return
+                with block(engine):
+                    served()
 
-        yield Trial(call, lambda: served.tokens)
-        engine.close()
+            yield Trial(call, lambda: served.tokens)
 
     return opened
 
@@ -158,7 +213,7 @@ def _attached(llm: LLM) -> Engine:
     return engine
 
 
-def steering(plain: LLM, llm: LLM, model: LlamaForCausalLM) -> Workload:
+def steering(llm: LLM, model: LlamaForCausalLM) -> Workload:
     """Serve requests, each with a vector of its own at one layer. Making their parameters is part of the time."""
     generator = torch.Generator().manual_seed(2)
     vectors = list(torch.randn(REQUESTS, WIDTH, generator=generator))
@@ -166,19 +221,13 @@ def steering(plain: LLM, llm: LLM, model: LlamaForCausalLM) -> Workload:
 
     @contextmanager
     def steered() -> Iterator[Trial]:
-        engine = _attached(llm)
-
-        def call() -> None:
-            Served(llm, _steered(engine, vectors))()
-
-        yield Trial(call)
-        engine.close()
+        with _attached(llm) as engine:
+            yield Trial(lambda: Served(llm, _steered(engine, vectors))())  # noqa: PLW0108  # parameters are made in each call
 
     return Workload(
         f"serve {REQUESTS} requests with {REQUESTS} vectors at one layer",
-        {"vLLM alone, no edits": _served(plain), "tenterhook": steered},
+        {"vLLM alone, no edits": _served(llm), "tenterhook": steered},
         goals={"tenterhook": EDITED},
-        calls=4,
         clock=time.thread_time,
     )
 
@@ -189,10 +238,9 @@ def _steered(engine: Engine, vectors: list[torch.Tensor]) -> list[SamplingParams
 
 def _check_steering(llm: LLM, model: LlamaForCausalLM, vectors: list[torch.Tensor]) -> None:
     """Compare the first tokens under some of the vectors with those of transformers."""
-    engine = _attached(llm)
-    served = Served(llm, _steered(engine, vectors))
-    served()
-    engine.close()
+    with _attached(llm) as engine:
+        served = Served(llm, _steered(engine, vectors))
+        served()
     for number in (0, 7, 15):
         ids = torch.tensor([_prompts(REQUESTS, 64)[number]])
         with torch.no_grad(), th.edit(model, {POINT: th.add(vectors[number])}):
@@ -201,12 +249,12 @@ def _check_steering(llm: LLM, model: LlamaForCausalLM, vectors: list[torch.Tenso
             raise WrongValues(f"request {number}: another first token than transformers under the same edit")
 
 
-def harvesting(llm: LLM, model: LlamaForCausalLM) -> Workload:
+def harvesting(llm: LLM, model: LlamaForCausalLM, count: int) -> Workload:
     """Harvest the tokens of many prompts from the engine, and from transformers in padded batches."""
-    prompts = _prompts(PROMPTS, LONGEST)
-    by_length = sorted(range(PROMPTS), key=lambda number: len(prompts[number]))
+    prompts = _prompts(count, LONGEST)
+    as_given, by_length = range(count), sorted(range(count), key=lambda number: len(prompts[number]))
 
-    def way(harvest: Callable[[Callable[[dict[str, torch.Tensor]], None]], None], order: Sequence[int]) -> Opener:
+    def way(harvest: Callable[[Any], object], order: Sequence[int]) -> Opener:
         @contextmanager
         def opened() -> Iterator[Trial]:
             rows: list[torch.Tensor] = []
@@ -220,27 +268,24 @@ def harvesting(llm: LLM, model: LlamaForCausalLM) -> Workload:
         return opened
 
     def padded(order: Sequence[int]) -> Opener:
-        def harvest(to: Any) -> None:
-            th.harvest(model, _padded([prompts[number] for number in order]), POINT, to=to, rows="token")
-
-        return way(harvest, order)
+        batches = _padded([prompts[number] for number in order])
+        return way(lambda to: th.harvest(model, batches, POINT, to=to, rows="token"), order)
 
     def served(to: Any) -> None:
-        engine = _attached(llm)
-        th.harvest(engine, prompts, POINT, to=to, rows="token")
-        engine.close()
+        with _attached(llm) as engine:
+            th.harvest(engine, prompts, POINT, to=to, rows="token")
 
     return Workload(
-        f"harvest {PROMPTS:,} prompts of 5 to {LONGEST} tokens",
+        f"harvest {count:,} prompts of 5 to {LONGEST} tokens",
         {
-            "transformers, padded batches": padded(range(PROMPTS)),
+            "transformers, padded batches": padded(as_given),
             "transformers, prompts sorted by length": padded(by_length),
-            "vLLM": way(served, range(PROMPTS)),
+            "vLLM": way(served, as_given),
         },
         reference="transformers, padded batches",
         goals={"vLLM": HARVESTED},
-        calls=1,
         tolerance=CLOSE,
+        clock=time.process_time,
     )
 
 
@@ -259,3 +304,28 @@ def _padded(prompts: list[list[int]]) -> list[dict[str, torch.Tensor]]:
         ids = torch.nn.utils.rnn.pad_sequence(part, batch_first=True)
         batches.append({"input_ids": ids, "attention_mask": (ids > 0).long()})
     return batches
+
+
+def main() -> None:
+    """Measure some parts, and replace their rows on the page."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.vllm")
+    parser.add_argument("parts", nargs="*", help=f"which to measure, of: {', '.join(PARTS)} (all of them)")
+    parser.add_argument("--rounds", type=int, default=ROUNDS, help="turns of each way (%(default)s)")
+    parser.add_argument("--prompts", type=int, default=PROMPTS, help="prompts of the harvest (%(default)s)")
+    parser.add_argument("--dry", action="store_true", help="print only: leave the docs and the results alone")
+    options = parser.parse_args()
+    if unknown := set(options.parts) - {*PARTS}:
+        parser.error(f"no such part: {', '.join(sorted(unknown))}; there is {', '.join(PARTS)}")
+    rows = list(run(options.rounds, options.parts or PARTS, options.prompts))
+    publish("vllm", rows if options.dry else _with_known(rows), write=not options.dry)
+
+
+def _with_known(rows: list[Row]) -> list[Row]:
+    """Return the rows after the known ones of other work."""
+    file, measured = RESULTS / "vllm.json", {row.work for row in rows}
+    known = [Row(**each) for each in json.loads(file.read_text())["rows"]] if file.exists() else []
+    return [row for row in known if row.work not in measured] + rows
+
+
+if __name__ == "__main__":
+    main()

@@ -7,6 +7,7 @@ import torch
 from vllm_engines import (
     POINT,
     RESID,
+    as_inputs,
     difference,
     generated,
     greedy,
@@ -142,6 +143,24 @@ def test_an_edit_that_counts_from_the_end_shares_no_prefix_with_a_longer_prompt(
         (output,) = serve(llm, [prompt[:length]], params)
         ids, _ = generated(model, prompt[:length], {f"{POINT}#0": th.add(vector(0, 30.0), at=th.at[:, -1])})
         assert output.outputs[0].token_ids == ids
+
+
+def test_an_aborted_request_takes_its_edits_with_it(llama):
+    llm, engine, model = llama
+    tokens = prompts([20, 150, 40], seed=11)
+    with engine.record(POINT) as tape:
+        for number, prompt in enumerate(tokens):
+            params = engine.params(greedy(8), edits={POINT: th.add(vector(number))})
+            llm.llm_engine.add_request(f"aborted-{number}", as_inputs([prompt])[0], params)
+        llm.llm_engine.step()  # The second prompt is computed in part.
+        llm.llm_engine.abort_request(["aborted-0", "aborted-1"])
+        (output,) = [each for _ in range(20) for each in llm.llm_engine.step() if each.finished]
+    ids, streams = generated(model, tokens[2], {POINT: th.add(vector(2))}, count=8)
+    assert output.outputs[0].token_ids == ids
+    assert difference(tape.request(output)[POINT], streams[POINT]) < 1e-4
+    (plain,) = serve(llm, [tokens[1]], greedy(8))
+    assert plain.outputs[0].token_ids == generated(model, tokens[1], {POINT: th.scale(1.0)}, count=8)[0]
+    assert not llm.llm_engine.model_executor.driver_worker.worker.tenterhook_state.requests
 
 
 def test_saved_edits_are_edits_of_a_request(llama, tmp_path):

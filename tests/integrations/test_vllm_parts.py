@@ -1,5 +1,6 @@
 """The parts of the integration of vLLM that need no vLLM: tokens, edits as data, requests, tapes."""
 
+import contextlib
 from types import SimpleNamespace as Named
 
 import numpy as np
@@ -7,11 +8,14 @@ import pytest
 import torch
 
 import tenterhook as th
+from tenterhook.address import resolve
 from tenterhook.address.grammar import CallRange
+from tenterhook.address.meanings import register_meaning
 from tenterhook.integrations.vllm import EngineTape, Worker, attach, declare
 from tenterhook.integrations.vllm.admission import Admission, BlockEdits, OwnEdits
 from tenterhook.integrations.vllm.engine_limits import refuse_engine
 from tenterhook.integrations.vllm.messages import answer, answered, pack, unpack
+from tenterhook.integrations.vllm.other_values import refuse_other_value
 from tenterhook.integrations.vllm.row_edits import edit_data, row_edits, try_edit
 from tenterhook.integrations.vllm.runner_rows import rows_of
 from tenterhook.integrations.vllm.token_rows import token_rows
@@ -217,6 +221,48 @@ def test_the_second_runner_makes_a_batch_for_each_step():
     assert rows.now() == EXPECTED
     rows.close()
     assert "prepare_inputs" not in vars(runner)
+
+
+# -- values that differ from transformers --------------------------------------------------------------------------
+
+
+class OPTAttention(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.attn = torch.nn.Identity()
+
+
+class DividingLayer(torch.nn.Module):
+    """A layer that divides the stream in float16, as DeepSeek's do in vLLM."""
+
+    def __init__(self):
+        super().__init__()
+        self.self_attn, self.mlp, self.routed_scaling_factor = OPTAttention(), torch.nn.Linear(4, 4), 2.0
+
+    def forward(self, value):
+        divided = value / self.routed_scaling_factor if value.dtype == torch.float16 else value
+        return divided + self.mlp(divided)
+
+
+@pytest.mark.parametrize(
+    ("address", "dtype", "text"),
+    [
+        ("0:return", torch.float16, r"divides the residual stream of this family by 2"),
+        ("0.mlp", torch.float16, r"dtype=\"bfloat16\""),
+        ("0:return", torch.bfloat16, None),
+        ("0.self_attn.attn", torch.float16, None),
+        ("0.self_attn@q", torch.float32, r"the output of '0.self_attn.qkv_proj'"),
+        ("0.self_attn@k", torch.float32, None),
+    ],
+)
+def test_a_value_that_differs_from_transformers_is_refused_with_the_reason(address, dtype, text):
+    model = torch.nn.Sequential(DividingLayer())
+    for meaning in ("q", "k"):
+        register_meaning(OPTAttention, meaning, "attn:in")
+    (point,) = resolve(model, [address])
+    expected = pytest.raises(th.AddressError, match=text) if text else contextlib.nullcontext()
+    with expected:
+        refuse_other_value(model, point, dtype)
 
 
 # -- requests ------------------------------------------------------------------------------------------------------

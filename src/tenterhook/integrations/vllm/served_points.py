@@ -25,10 +25,9 @@ PAGED = (
 )
 BEFORE = "{address!r}: vLLM adds the residual inside of a layer. Use @resid of the layer before."
 PARAMETER = "{address!r} is a parameter, the same for all requests. An engine records and edits values of requests."
-WHOLE = ("RowParallelLinear", "ReplicatedLinear", "VocabParallelEmbedding", "RMSNorm", "LayerNorm", "GemmaRMSNorm")
 DIVIDED = (
-    "{address!r} is divided among the {workers} tensor-parallel workers, or may be. Whole on every worker are the "
-    "residual stream (@resid), @attn_out, @mlp_out, embeddings, norms, and the outputs of o_proj and down_proj."
+    "{address!r} is divided among the {workers} tensor-parallel workers: each has a part of it, or a term of a sum. "
+    "Whole on every worker are the residual stream (@resid), embeddings and norms, and often @attn_out and @mlp_out."
 )
 NO_ROWS = (
     "{address!r} has no row for each token: for {count} tokens it is {value}. An engine records and edits values with "
@@ -52,6 +51,8 @@ class ValueLayout:
     has_batch: bool = False
     """True if the value has a first dimension of size 1, as in models that vLLM takes from transformers; ``value`` is
     without it"""
+    is_whole: bool = True
+    """False if tensor-parallel workers have different values, so that each has a part only"""
 
     @property
     def tensor(self) -> Tensor:
@@ -121,12 +122,7 @@ def without_batch(value: Any) -> Any:
     return map_tensors(lambda tensor: tensor[0], value)
 
 
-def refuse_divided(point: Point, layout: ValueLayout, workers: int, width: int) -> None:
-    """Raise AddressError if the value may be a part of what several workers have together."""
-    kind, path = point.module, str(point)
-    is_leaf = next(kind.children(), None) is None
-    named = any(each.__name__ in WHOLE for each in type(kind).__mro__)
-    is_wide = layout.tensor.shape[-1] == width
-    whole = point.site is Site.RETURN and (point.meaning == "resid" or (is_wide and (named or not is_leaf)))
-    if not whole and not (type(kind).__name__ == "ReplicatedLinear" and point.site is Site.RETURN):
-        raise AddressError(DIVIDED.format(address=path, workers=workers))
+def refuse_divided(point: Point, layout: ValueLayout, workers: int) -> None:
+    """Raise AddressError if the value is a part of what several workers have together."""
+    if not layout.is_whole:
+        raise AddressError(DIVIDED.format(address=str(point), workers=workers))

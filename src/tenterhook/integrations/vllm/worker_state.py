@@ -11,6 +11,7 @@ from tenterhook.address import Point
 from tenterhook.address.suggest import listed
 from tenterhook.errors import AddressError, SessionError
 from tenterhook.harvest.weights_digest import weights_of
+from tenterhook.integrations.vllm.other_values import refuse_other_value
 from tenterhook.integrations.vllm.point_actions import PointActions
 from tenterhook.integrations.vllm.recorded_rows import RecordedRows, Request
 from tenterhook.integrations.vllm.row_edits import RowEdit, row_edits, try_edit
@@ -74,8 +75,7 @@ class WorkerState:
         self._known_edits: dict[str, dict[str, list[RowEdit]]] = {}
         self._rows: list[RequestRows] | None = None
         self._step_rows = rows_of(self.runner)
-        config = worker.vllm_config
-        self.workers, self.width = config.parallel_config.tensor_parallel_size, config.model_config.get_hidden_size()
+        self.workers = worker.vllm_config.parallel_config.tensor_parallel_size
         learn_meanings(self.model)
         self._watch_steps()
 
@@ -220,8 +220,9 @@ class WorkerState:
     def _usable_layout(self, point: Point, layout: ValueLayout | AddressError) -> ValueLayout:
         if isinstance(layout, AddressError):
             raise layout
-        if self.workers > 1 and point.meaning not in BY_HEADS:
-            refuse_divided(point, layout, self.workers, self.width)
+        refuse_other_value(self.model, point, self.worker.model_config.dtype)
+        if point.meaning not in BY_HEADS:
+            refuse_divided(point, layout, self.workers)
         return layout
 
     def step(self) -> AbstractContextManager[None]:
@@ -303,8 +304,7 @@ class WorkerState:
                 layout = actions.layout
                 if layout is None:
                     continue
-                if self.workers > 1:
-                    refuse_divided(actions.point, layout, self.workers, self.width)
+                refuse_divided(actions.point, layout, self.workers)
                 example = layout.tensor if layout.is_sum else layout.value
                 fitting = [_at(edit, actions.address) for edit in row_edits(data, layout.tensor)[selector]]
                 for edit in fitting:
