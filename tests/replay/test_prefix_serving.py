@@ -17,8 +17,15 @@ from transformers import (
 )
 
 import tenterhook as th
+from tenterhook.replay import late_runs
 
 TOKENS, WORDS = 20, 50
+
+
+@pytest.fixture(autouse=True)
+def any_number_of_positions(monkeypatch):
+    """Let a few positions be worth runs of their own, as many are."""
+    monkeypatch.setattr(late_runs, "TOGETHER", 0)
 
 
 def gpt2():
@@ -210,6 +217,25 @@ def test_positions_of_several_groups():
     cases = [case for position in (-1, -2, -4) for case in heads(model, th.at[:, position])]
     found = th.sweep(model, cases, metric, ids(), batch=5)
     assert [line.split(" on,")[0].split("from ")[1] for line in late(found)] == ["19", "18", "16"]
+    compare(model, cases, found, ids())
+
+
+def test_groups_with_few_positions_run_together(monkeypatch):
+    monkeypatch.setattr(late_runs, "TOGETHER", 100)
+    model = llama()
+    cases = [case for position in (-1, -2, -4) for case in heads(model, th.at[:, position])]
+    found = th.sweep(model, cases, metric, ids())
+    assert [line.split(" on,")[0].split("from ")[1] for line in late(found)] == ["18", "16"]  # 24 cases, 48 positions.
+    compare(model, cases, found, ids())
+
+
+def test_few_positions_join_the_cases_that_run_whole_sequences(monkeypatch):
+    monkeypatch.setattr(late_runs, "TOGETHER", 1000)
+    model = llama()
+    cases = [{"model.layers.1": th.zero(at=th.at[:, position])} for position in range(TOKENS)] * 2
+    found = th.sweep(model, cases, metric, ids())
+    assert not late(found)
+    assert any(line.startswith("whole sequences for 40 cases") for line in found.how)
     compare(model, cases, found, ids())
 
 

@@ -61,6 +61,8 @@ NOT_TOGETHER = "the unedited input gives another result in a batch than alone"
 NOT_WHOLE = "case {case} gives another result with a prefix"
 NOT_CAUSAL = "the model is not causal: other tokens from {start} on change earlier positions"
 OWN_METRIC = "the metric gives another result for all cases in one call"
+TOGETHER = 2048
+"""positions that a model runs in hardly more time than one"""
 
 
 class LateRuns:
@@ -104,8 +106,10 @@ class LateRuns:
         if not self._shapes:
             self._run_unedited()
         late, reason = late_cases([each for each in cases if each.index in self._local], self._shapes, inputs.length)
+        if len(late) < len(cases) and sum(each.start for each in late) < TOGETHER:
+            late = []  # The others run whole sequences, and these join their batches for less than runs of their own.
         done: set[int] = set()
-        for start, group in _by_start(late):
+        for start, group in _by_start(late, inputs.length) if late else ():
             try:
                 compared = self._run_group(inputs, group, start)
             except torch.OutOfMemoryError:
@@ -281,16 +285,21 @@ def _runs_of_one_kind(cases: Sequence[Late]) -> Iterator[tuple[int, list[Late]]]
         first += len(found)
 
 
-def _by_start(late: list[Late]) -> Iterator[tuple[int, list[Late]]]:
-    """Yield the cases by their first position, from the last position on. A small group joins the one before it."""
+def _by_start(late: list[Late], length: int) -> Iterator[tuple[int, list[Late]]]:
+    """Yield the cases by their first position, from the last position on.
+
+    Each group needs runs of its own, so cases that start earlier join it as long as the model runs few positions.
+    """
     waiting: list[Late] = []
     by_start: dict[int, list[Late]] = {}
     for each in late:
         by_start.setdefault(each.start, []).append(each)
-    left = len(late)
+    left, first = len(late), length
     for start in sorted(by_start, reverse=True):
-        waiting += by_start[start]
-        left -= len(by_start[start])
-        if (len(waiting) >= FEWEST and left not in range(1, FEWEST)) or not left:
-            yield start, waiting
+        new = by_start[start]
+        many = (len(waiting) + len(new)) * (length - start) > TOGETHER
+        if many and len(waiting) >= FEWEST and left >= FEWEST:
+            yield first, waiting
             waiting = []
+        waiting, first, left = waiting + new, start, left - len(new)
+    yield first, waiting
