@@ -44,9 +44,14 @@ def start(folder, *arguments):
 
 
 def kill_at_random_points(folder, draw, most):
-    """Kill a harvest again and again, until one comes through. Give how often it was killed half-way."""
+    """Kill a harvest again and again, until one comes through. Give how often it was killed half-way.
+
+    On a busy machine, processes take longer to begin. Then more of them are killed, until one was writing a file.
+    """
     kills = during = 0
-    for _ in range(most):
+    for number in range(4 * most):
+        if number >= most and during:
+            break
         process = start(folder, "0.01")  # 1.8 s for all writes: nobody finishes before the second kill.
         try:
             process.communicate(timeout=draw.uniform(0.05, 0.6))
