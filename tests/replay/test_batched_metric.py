@@ -1,6 +1,7 @@
 """The metric of a sweep, computed for many cases in one call where nobody can see the difference."""
 
 import math
+import random
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import tenterhook as th
-from tenterhook.replay.batched_metric import measure_together, only_measures
+from tenterhook.replay.batched_metric import Joined, measure_together, only_measures
 from tests.replay.test_prefix_serving import heads, ids, late, llama
 
 OUTPUT = {"logits": torch.randn(1, 6, 9)}
@@ -47,6 +48,39 @@ def test_a_metric_that_only_computes_is_called_once_for_all(metric):
     together = measure_together(metric, outputs)
     for row, value in zip(outputs["logits"], together, strict=True):
         torch.testing.assert_close(metric({"logits": row}), value)
+
+
+def an_index(draw, shape):
+    """Return a random index with numbers, slices, an ellipsis or None."""
+    parts = [
+        draw.choice([slice(None), draw.randrange(-n, n), slice(draw.randrange(-n, n), None, draw.choice([1, 2]))])
+        for n in shape[: draw.randrange(1, len(shape) + 1)]
+    ]
+    if draw.random() < 0.4:
+        cut = draw.randrange(len(parts) + 1)
+        parts[cut:] = [..., *parts[cut + len(shape) - len(parts) + (cut < len(parts)) :]]
+    if draw.random() < 0.1:
+        parts.append(None)
+    return tuple(parts) if len(parts) > 1 or draw.random() < 0.5 else parts[0]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_prefix_that_is_not_joined_yet_reads_as_the_whole(seed):
+    draw = random.Random(seed)
+    shape, at = [3, 7, 5], draw.randrange(3)
+    whole = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+    cut = draw.randrange(1, shape[at])
+    joined = Joined(whole.narrow(at, 0, cut), whole.narrow(at, cut, shape[at] - cut), at)
+    for _ in range(50):
+        first, second = an_index(draw, shape), draw.choice([..., -1, slice(None), slice(1, None)])
+        one = joined[first]
+        assert torch.equal(one + 0, whole[first] + 0)
+        if whole[first].dim() and whole[first].shape[0]:
+            assert torch.equal(one[second] * 1, whole[first][second])
+    assert torch.equal(torch.stack([joined, joined]), torch.stack([whole, whole]))
+    assert torch.equal(F.softmax(joined, -1).sum() - joined, F.softmax(whole, -1).sum() - whole)
+    assert torch.equal(joined[torch.tensor([0, 2])], whole[[0, 2]])
+    assert (len(joined), joined.shape, -joined[0, 0, 0]) == (3, (3, 7, 5), -whole[0, 0, 0])
 
 
 def counts(output):

@@ -24,8 +24,9 @@ TOKENS, WORDS = 20, 50
 
 @pytest.fixture(autouse=True)
 def any_number_of_positions(monkeypatch):
-    """Let a few positions be worth runs of their own, as many are."""
+    """Let a few positions be worth runs of their own, as many are, and run them as on a GPU."""
     monkeypatch.setattr(late_runs, "TOGETHER", 0)
+    monkeypatch.setattr(late_runs, "PACK_ON_CPU", True)
 
 
 def gpt2():
@@ -84,24 +85,42 @@ def an_edit(draw, clean, at):
     )()
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("make", [gpt2, llama, mistral])
-def test_random_cases_are_what_they_are_by_themselves(make, seed):
-    model, draw = make(), random.Random(seed)
+def test_random_cases_are_what_they_are_by_themselves(make, seed, monkeypatch):
+    way = ["packed", "in several batches", "two rows", "as rows"][seed]
+    model, draw, rows = make(), random.Random(seed), 2 if way == "two rows" else 1
+    monkeypatch.setattr(late_runs, "PACK_ON_CPU", way != "as rows")
+    if way == "in several batches":
+        monkeypatch.setattr(late_runs, "room_for", lambda *_: 7)
     layers = "transformer.h" if make is gpt2 else "model.layers"
     attention = f"{layers}.1.{'attn' if make is gpt2 else 'self_attn'}"
     points = [f"{layers}.{n}" for n in range(3)] + [f"{layers}.1.mlp:in", f"{attention}@z", f"{attention}@z[1]"]
     positions = [th.at[:, -1], th.at[:, TOKENS - 2], th.at[:, -3:-1], th.at[:, 17:, ..., 2], th.at[:, -1, ..., :3]]
     with torch.no_grad(), th.record(model, *points) as clean:
-        model(ids(2, seed=seed + 1))
+        model(ids(rows, seed=seed + 1))
     value = {point: clean[point] if isinstance(clean[point], torch.Tensor) else clean[point][0] for point in points}
     cases = []
-    for _ in range(30):
+    for _ in range(20):
         chosen = draw.sample(points, draw.choice([1, 1, 2]))
         cases.append({point: an_edit(draw, value[point], draw.choice(positions)) for point in chosen})
-    found = th.sweep(model, cases, metric, ids(2, seed=seed))
+    found = th.sweep(model, cases, metric, ids(rows, seed=seed))
     assert late(found), found.how
-    compare(model, cases, found, ids(2, seed=seed))
+    compare(model, cases, found, ids(rows, seed=seed))
+
+
+@pytest.mark.parametrize("make", [gpt2, llama])
+def test_cases_are_packed_many_to_a_row(make, monkeypatch):
+    model, ran = make(), []
+    block = "transformer.h.1" if make is gpt2 else "model.layers.1"
+    cases = [{block: th.scale(1 + n / 9, at=th.at[:, -3:])} for n in range(30)]
+    model.register_forward_pre_hook(
+        lambda _, args, kwargs: ran.append(kwargs.get("input_ids", args[0] if args else None).shape), with_kwargs=True
+    )
+    found = th.sweep(model, cases, metric, ids())
+    assert late(found)
+    assert ran == [(1, TOKENS), (2 + 2 + 6, TOKENS)]  # Two whole cases, two unedited ones, and six times six late.
+    compare(model, cases, found, ids())
 
 
 def test_patterns_over_a_window_of_keys_are_edited_in_whole_runs():

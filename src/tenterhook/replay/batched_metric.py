@@ -9,14 +9,14 @@ change nothing. The results of some cases are also computed alone and compared.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from types import FunctionType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from tenterhook._tree import PLAIN, map_tensors, parts_of, tensors
+from tenterhook._tree import PLAIN, Path, map_tensors, parts_of, tensors
 from tenterhook.pytorch.python_code import (
     all_constants,
     attribute_names,
@@ -29,7 +29,7 @@ from tenterhook.pytorch.python_code import (
     only_computes,
 )
 
-__all__ = ["measure_together", "only_measures"]
+__all__ = ["Joined", "measure_together", "only_measures"]
 
 MODULES = (torch, nn.functional, math)
 BUILTINS = {"abs", "bool", "dict", "enumerate", "float", "int", "len", "list", "max", "min", "range", "reversed",
@@ -101,24 +101,81 @@ def _is_of_torch(function: FunctionType) -> bool:
     return known is function and _is_harmless(function.__name__)
 
 
-def measure_together(metric: Callable[[Any], Any], outputs: Any) -> Tensor | None:
+def measure_together(
+    metric: Callable[[Any], Any], outputs: Any, before: Mapping[Path, tuple[Tensor, int]] | None = None
+) -> Tensor | None:
     """Return the metric of each case, or None if one call cannot compute it for all.
 
     ``outputs``: the outputs of all cases, with a first dimension for the cases in every tensor.
+    ``before``: for some of them, what comes before them in every case, and the dimension of an output to join them at.
     """
-    leaves = [tensor for _, tensor in tensors(outputs)]
-    if any(type(leaf) is not Tensor for leaf in leaves):
+    leaves = list(tensors(outputs))
+    if any(type(leaf) is not Tensor for _, leaf in leaves):
         return None
+    first = [(before or {}).get(path) for path, _ in leaves]
 
     def of_one(*own: Tensor) -> Any:
-        left = iter(own)
+        left = iter(
+            [each if more is None else Joined(more[0], each, more[1]) for more, each in zip(first, own, strict=True)]
+        )
         return metric(map_tensors(lambda _: next(left), outputs))
 
     try:
-        found = torch.vmap(of_one)(*leaves)
+        found = torch.vmap(of_one)(*[leaf for _, leaf in leaves])
     except Exception:  # noqa: BLE001  A call for each case shows whether the metric fails by itself.
         return None
     if not isinstance(found, Tensor):
         return None
     # A view would keep all outputs alive.
     return found.clone() if found.untyped_storage().nbytes() > found.nbytes else found.detach()
+
+
+class Joined:
+    """Two tensors in place of their concatenation, which a metric that reads a few positions does not need."""
+
+    def __init__(self, first: Tensor, last: Tensor, at: int) -> None:
+        self._first, self._last, self._at = first, last, at
+
+    def whole(self) -> Tensor:
+        """Return the concatenation."""
+        return torch.cat([self._first, self._last], self._at)
+
+    def __getitem__(self, index: Any) -> Any:
+        parts = index if type(index) is tuple else (index,)
+        if not {*map(type, parts)} <= {int, slice, type(...)} or parts.count(...) > 1 or len(parts) > self._last.dim():
+            return self.whole()[index]
+        place = parts.index(...) if ... in parts else len(parts)
+        missing = self._last.dim() - len(parts) + (... in parts)
+        parts = (*parts[:place], *[slice(None)] * missing, *parts[place + 1 :])
+        at, begin = self._at, self._first.shape[self._at]
+        end, own = begin + self._last.shape[at], parts[at]
+        if own == slice(None):
+            return Joined(self._first[parts], self._last[parts], at - sum(type(each) is int for each in parts[:at]))
+        start, stop, step = own.indices(end) if type(own) is slice else (own + end * (own < 0), end, 1)
+        if not begin <= start < end or step < 1:
+            return self.whole()[index]
+        moved = start - begin if type(own) is int else slice(start - begin, max(stop, start) - begin, step)
+        return self._last[(*parts[:at], moved, *parts[at + 1 :])]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.whole(), name)
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def as_tensors(given: Any) -> Any:
+            if type(given) in (tuple, list):
+                return type(given)(map(as_tensors, given))
+            return given.whole() if isinstance(given, cls) else given
+
+        return function(*as_tensors(args), **{key: as_tensors(each) for key, each in (kwargs or {}).items()})
+
+
+def _operator(name: str) -> Callable[..., Any]:
+    return lambda joined, *args: getattr(joined.whole(), name)(*args)
+
+
+# Python looks these up on the class.
+for _name in ("len", "iter", "neg", "abs", "invert", "eq", "ne", "lt", "le", "gt", "ge", "add", "sub", "mul", "truediv",
+              "floordiv", "mod", "pow", "matmul", "and", "or", "xor", "radd", "rsub", "rmul", "rtruediv", "rfloordiv",
+              "rmod", "rpow", "rmatmul", "rand", "ror", "rxor"):  # fmt: skip
+    setattr(Joined, f"__{_name}__", _operator(f"__{_name}__"))

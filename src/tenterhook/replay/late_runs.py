@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,11 +28,11 @@ from tenterhook.replay.prefix_cache import cut_cache
 from tenterhook.replay.prefix_serving import (
     CACHE,
     FEWEST,
-    IDS,
     SHARE,
     EditedRows,
     Late,
     NotCausal,
+    Packing,
     PrefixInputs,
     RowRange,
     Shapes,
@@ -41,6 +41,7 @@ from tenterhook.replay.prefix_serving import (
     each_case,
     late_cases,
     one_case,
+    prefixes,
     some_cases,
     takes_tokens,
     with_prefix,
@@ -50,6 +51,9 @@ if TYPE_CHECKING:
     from tenterhook.replay.sweep_runner import Runner
 
 __all__ = ["LateRuns"]
+
+Ran = tuple[list[tuple[list[Late], Any]], Any]
+"""The outputs of groups of cases, and of the whole sequences that they are compared with: results of by_case()."""
 
 OPEN = "whole sequences: another session is open on the model, and its indices refer to whole sequences"
 HOW = (
@@ -61,6 +65,8 @@ NOT_TOGETHER = "the unedited input gives another result in a batch than alone"
 NOT_WHOLE = "case {case} gives another result with a prefix"
 NOT_CAUSAL = "the model is not causal: other tokens from {start} on change earlier positions"
 OWN_METRIC = "the metric gives another result for all cases in one call"
+PACK_ON_CPU = False
+"""False: on a CPU, one run instead of two saves less than the mask costs."""
 TOGETHER = 2048
 """positions that a model runs in hardly more time than one"""
 
@@ -73,6 +79,7 @@ class LateRuns:
         self.how: list[str] = []
         self._inputs: PrefixInputs | None = None
         self._shapes: dict[Point, Shapes] = {}
+        self._packed = True
         self._local = {each.index for each in runner.cases if _says_where(each)}
         # With batch=1, values are bit for bit those of whole runs.
         if runner.most == 1 or len(self._local) < FEWEST:
@@ -110,13 +117,9 @@ class LateRuns:
             late = []  # The others run whole sequences, and these join their batches for less than runs of their own.
         done: set[int] = set()
         for start, group in _by_start(late, inputs.length) if late else ():
-            try:
-                compared = self._run_group(inputs, group, start)
-            except torch.OutOfMemoryError:
-                reason = reason or "the last positions of these cases did not fit in memory"
-                continue
-            except Exception as error:  # noqa: BLE001  Whole sequences show whether a case fails by itself.
-                reason = reason or (str(error) if isinstance(error, (NotCausal, NotSeparated)) else f"{error!r:.160}")
+            compared, why = self._run_in_some_way(inputs, group, start)
+            if why:
+                reason = reason or why
                 continue
             done |= {each.case.index for each in group}
             names = counted(len(group), "case")
@@ -128,28 +131,63 @@ class LateRuns:
 
     # -- one group ----------------------------------------------------------------------------------------------------
 
-    def _run_group(self, inputs: PrefixInputs, group: list[Late], start: int) -> int:
+    def _run_in_some_way(self, inputs: PrefixInputs, group: list[Late], start: int) -> tuple[int, str]:
+        """Run cases packed if that works, or else as rows. Return how many were compared, or why that failed."""
+        reason = ""
+        packed = self._packed and inputs.takes_positions and len(inputs.ids) == 1
+        packed = packed and (PACK_ON_CPU or not inputs.ids.is_cpu)
+        for way in (self._run_packed, self._run_as_rows) if packed else (self._run_as_rows,):
+            try:
+                return self._run_group(inputs, group, start, way), ""
+            except torch.OutOfMemoryError:
+                reason = "the last positions of these cases did not fit in memory"
+            except Exception as error:  # noqa: BLE001  Whole sequences show whether a case fails by itself.
+                reason = str(error) if isinstance(error, (NotCausal, NotSeparated)) else f"{error!r:.160}"
+                self._packed = False  # It would fail for the other groups too.
+        return 0, reason
+
+    def _run_group(self, inputs: PrefixInputs, group: list[Late], start: int, way: Callable[..., Any]) -> int:
         """Run cases from a position on, and keep their results if the checks hold. Return how many were compared."""
-        runner, batch = self._runner, len(inputs.ids)
+        runner = self._runner
         kinds: dict[Any, int] = {}
         group = sorted(group, key=lambda each: kinds.setdefault(each.kind, len(kinds)))
-        cache = self._prefix(inputs, start)
-        outputs = []
-        for chunk in self._chunks(group, inputs, start, cache):
-            rows = len(chunk) + 1
-            output = self._run_rows(inputs, chunk, inputs.rest(start, cache, rows), start)
-            outputs.append((chunk, by_case(output, rows, batch)))
         chosen = self._chosen(group)
-        # A GPU computes the metric while the next run is prepared. There is one wait for it, at the end.
+        outputs, whole = way(inputs, group, chosen, start)
+        # A GPU computes all this while its results are compared. There is one wait for it, at the end.
         found, differ = self._measure_together(outputs, start)
-        doubts = self._compare(inputs, chosen, outputs, start)
+        doubts = self._compare(inputs, chosen, outputs, whole, start)
         trusted = _read([*doubts, *[(OWN_METRIC, each) for each in differ]])
         if not trusted or not all(runner.keep_all([each.case for each in part], own) for part, own in found):
             for chunk, output in outputs:
-                for part, whole in self._whole(chunk, output, start):
-                    for case, piece in zip(part, each_case(whole, len(part)), strict=True):
+                for part, rest in self._parts(chunk, output):
+                    complete = with_prefix(runner.unedited, rest, start)
+                    for case, piece in zip(part, each_case(complete, len(part)), strict=True):
                         runner.keep(case.case, piece)
         return len(chosen)
+
+    def _run_packed(self, inputs: PrefixInputs, group: list[Late], chosen: list[Late], start: int) -> Ran:
+        """Run cases many to a row, and in the same batch the chosen ones as whole sequences."""
+        cache, outputs, found = self._prefix(inputs, start), list[tuple[list[Late], Any]](), None
+        for chunk in self._chunks(group, inputs, start, cache):
+            packing = Packing(start, inputs.length, len(chunk) + 1, 0 if outputs else len(chosen) + 2)
+            edits = self._edits(chunk, inputs, packing.cases, start, packing)
+            if not outputs:
+                edits += self._edits(chosen, inputs, packing.whole, 0, packing)
+            late, whole = packing.by_case(self._run(edits, inputs.packed(packing, cache)))
+            outputs.append((chunk, late))
+            found = found or whole
+        return outputs, found
+
+    def _run_as_rows(self, inputs: PrefixInputs, group: list[Late], chosen: list[Late], start: int) -> Ran:
+        """Run cases as the rows of batches, and the chosen ones as those of a batch of whole sequences."""
+        cache, batch, outputs = self._prefix(inputs, start), len(inputs.ids), []
+        for chunk in self._chunks(group, inputs, start, cache):
+            rows = len(chunk) + 1
+            output = self._run(self._edits(chunk, inputs, rows, start), inputs.rest(start, cache, rows))
+            outputs.append((chunk, by_case(output, rows, batch)))
+        rows = len(chosen) + 2
+        output = self._run(self._edits(chosen, inputs, rows, 0), inputs.with_perturbed(start, rows))
+        return outputs, by_case(output, rows, batch)
 
     def _measure_together(
         self, outputs: list[tuple[list[Late], Any]], start: int
@@ -161,13 +199,15 @@ class LateRuns:
         metric, found, differ = self._runner.plain_metric(), list[tuple[list[Late], Tensor]](), list[Tensor]()
         if metric is None:
             return [], [torch.ones((), dtype=torch.bool)]
-        for part, whole in itertools.chain(*[self._whole(chunk, output, start) for chunk, output in outputs]):
-            own = measure_together(metric, whole)
+        for part, rest in itertools.chain(*[self._parts(chunk, output) for chunk, output in outputs]):
+            own = measure_together(metric, rest, prefixes(self._runner.unedited, rest, start))
             if own is None:
                 return [], [torch.ones((), dtype=torch.bool)]
             found.append((part, own))
-            for place in {0, len(part) - 1}:
-                alone = torch.as_tensor(metric(one_case(whole, place)))
+            places = sorted({0, len(part) - 1})
+            whole = with_prefix(self._runner.unedited, some_cases(rest, places), start)
+            for number, place in enumerate(places):
+                alone = torch.as_tensor(metric(one_case(whole, number)))
                 differ += apart(alone, own[place])
         return found, differ
 
@@ -193,28 +233,33 @@ class LateRuns:
         for first in range(0, len(group), most):
             yield group[first : first + most]
 
-    def _run_rows(self, inputs: PrefixInputs, cases: list[Late], given: dict[str, Any], start: int) -> Any:
-        """Run cases as one batch, with the rows of ``given`` that follow them unedited. Return the output."""
-        runner, batch = self._runner, len(inputs.ids)
-        rows = len(given[IDS]) // batch
+    def _edits(
+        self, cases: list[Late], inputs: PrefixInputs, rows: int, start: int, packing: Packing | None = None
+    ) -> list[Binding]:
+        """Return the edits of cases that run from a position on, as the first of ``rows`` rows."""
         bindings = []
         for first, same in _runs_of_one_kind(cases):
             for number, (point, _) in enumerate(same[0].case.edits):
                 path, place = same[0].places[number]
-                where = EditedRows(batch, first, rows, path, place, self._shapes[point].of[path], start)
+                shape = self._shapes[point].of[path]
+                where = EditedRows(len(inputs.ids), first, rows, path, place, shape, start, packing)
                 changes = [each.case.edits[number][1] for each in same]
                 bindings.append(Binding(point, RowRange(changes, where)))
-        with BatchedSession(runner.model, bindings):
+        return bindings
+
+    def _run(self, edits: list[Binding], given: dict[str, Any]) -> Any:
+        """Run the model with the edits of several cases. Return the output."""
+        runner = self._runner
+        with BatchedSession(runner.model, edits):
             return without_shared_objects(runner.run_and_read(lambda: runner.model(**given)))
 
-    def _whole(self, cases: list[Late], output: Any, start: int) -> Iterator[tuple[list[Late], Any]]:
-        """Yield the outputs of cases for all positions, only as many at a time as fit in memory."""
+    def _parts(self, cases: list[Late], output: Any) -> Iterator[tuple[list[Late], Any]]:
+        """Yield only as many cases at a time as fit in memory with all positions, and their outputs."""
         found = [tensor for _, tensor in tensors(self._runner.unedited)]
         step = room_for(sum(tensor.nbytes for tensor in found), found[0].device)
         for first in range(0, len(cases), step):
             part = cases[first : first + step]
-            own = map_tensors(operator.itemgetter(slice(first, first + len(part))), output)
-            yield part, with_prefix(self._runner.unedited, own, start)
+            yield part, map_tensors(operator.itemgetter(slice(first, first + len(part))), output)
 
     # -- checks -------------------------------------------------------------------------------------------------------
 
@@ -230,16 +275,14 @@ class LateRuns:
         return found[:: -(-len(found) // most)]
 
     def _compare(
-        self, inputs: PrefixInputs, chosen: list[Late], outputs: list[tuple[list[Late], Any]], start: int
+        self, inputs: PrefixInputs, chosen: list[Late], outputs: list[tuple[list[Late], Any]], whole: Any, start: int
     ) -> list[tuple[str, Tensor]]:
         """Return whether some cases give another result in runs of the whole sequence, and whether the model is causal.
 
-        They run as one batch, together with the unedited input, and the input that has other tokens after the prefix.
+        ``whole``: the outputs of these, of the unedited input, and of the input that has other tokens after the prefix.
         Each doubt is a text and a tensor that is true if it is justified.
         """
-        unedited, batch, count = self._runner.unedited, len(inputs.ids), len(chosen) + 2
-        given = inputs.with_perturbed(start, count)
-        whole = by_case(self._run_rows(inputs, chosen, given, 0), count, batch)
+        unedited, batch = self._runner.unedited, len(inputs.ids)
         places = {each.case.index: place for place, each in enumerate(chosen)}
         doubts: list[tuple[str, Tensor]] = []
         for chunk, output in outputs:

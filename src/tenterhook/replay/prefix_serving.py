@@ -39,6 +39,7 @@ __all__ = [
     "EditedRows",
     "Late",
     "NotCausal",
+    "Packing",
     "PrefixInputs",
     "RowRange",
     "Shapes",
@@ -47,6 +48,7 @@ __all__ = [
     "each_case",
     "late_cases",
     "one_case",
+    "prefixes",
     "some_cases",
     "takes_tokens",
     "with_prefix",
@@ -200,6 +202,65 @@ def shifted(change: Change, place: int, shape: torch.Size, start: int) -> Change
     return as_change(replace(edit, at=tuple(parts), part=None, **more))
 
 
+@dataclass(frozen=True, slots=True)
+class Packing:
+    """A batch of ``whole`` sequences, followed by rows that each hold the last positions of several of ``cases``.
+
+    A mask lets each of these cases see the prefix and itself only. So a batch of a few rows has hundreds of cases, and
+    the prefix is not copied for each.
+    """
+
+    start: int
+    length: int
+    cases: int
+    whole: int
+
+    @property
+    def width(self) -> int:
+        """The number of positions of a case."""
+        return self.length - self.start
+
+    @property
+    def each(self) -> int:
+        """The number of cases in a row."""
+        return self.length // self.width
+
+    @property
+    def rows(self) -> int:
+        """The number of all rows."""
+        return self.whole + -(-self.cases // self.each)
+
+    def joined(self, whole: Tensor, late: Tensor) -> Tensor:
+        """Return a batch of one row of each kind, repeated."""
+        rest = whole.dim() - 1
+        return torch.cat([whole.repeat(self.whole, *[1] * rest), late.repeat(self.rows - self.whole, *[1] * rest)])
+
+    def late(self, tensor: Tensor) -> Tensor:
+        """Return the late positions of a tensor of all rows, with a row for each case. It may be a copy."""
+        return tensor[self.whole :, : self.each * self.width].reshape(-1, self.width, *tensor.shape[2:])
+
+    def put_late(self, tensor: Tensor, late: Tensor) -> None:
+        """Write a result of :meth:`late` back."""
+        if self.each * self.width < self.length:
+            part = tensor[self.whole :, : self.each * self.width]
+            part.copy_(late.view(part.shape))
+
+    def by_case(self, output: Any) -> tuple[Any, Any]:
+        """Return the outputs of the cases and of the whole sequences, as :func:`by_case` does."""
+
+        def late(tensor: Tensor) -> Tensor:
+            if tensor.shape[:2] == (self.rows, self.length):
+                return self.late(tensor)[: self.cases].unsqueeze(1)
+            return tensor.expand(self.cases, *tensor.shape)
+
+        def whole(tensor: Tensor) -> Tensor:
+            if tensor.shape[:1] == (self.rows,):
+                return tensor[: self.whole].unsqueeze(1)
+            return tensor.expand(self.whole, *tensor.shape)
+
+        return map_tensors(late, output), map_tensors(whole, output)
+
+
 @dataclass(slots=True)
 class EditedRows:
     """The rows of a batch that an edit changes, and the tensor: its place in a value, and its whole shape."""
@@ -211,6 +272,17 @@ class EditedRows:
     place: int
     shape: torch.Size
     start: int
+    packing: Packing | None = None
+
+    def separated(self, tensor: Tensor) -> Tensor | None:
+        """Return an edited tensor with a row for each case, or None if it is not that of these cases."""
+        expected = [self.rows * self.batch, *self.shape[1:]]
+        expected[self.place] -= self.start
+        if self.packing is None:
+            return tensor if list(tensor.shape) == expected else None
+        if self.place != 1 or list(tensor.shape) != [self.packing.rows, *self.shape[1:]]:
+            return None
+        return self.packing.late(tensor) if self.start else tensor[: self.rows]
 
 
 class RowRange(Slices):
@@ -223,15 +295,16 @@ class RowRange(Slices):
     def __call__(self, value: Any, context: Context) -> Any:
         self.reached = True
         where, tensor = self._where, dict(tensors(value)).get(self._where.path)
-        rows, first = where.rows * where.batch, where.first * where.batch
+        out = torch.empty(0) if tensor is None else tensor.clone(memory_format=torch.contiguous_format)
+        rows = where.separated(out)
         # A window of the last keys is another value: an index of keys, or noise, would be another edit.
-        expected = [rows, *where.shape[1:]]
-        expected[where.place] -= where.start
-        if tensor is None or list(tensor.shape) != expected:
+        if rows is None:
             shown = "no such tensor" if tensor is None else list(tensor.shape)
             raise NotCausal(f"the value at {context.address!r} has {shown} in a batch of later positions")
-        out = tensor.clone()
-        self._put_all(out[first : first + len(self._changes) * self._batch], context)
+        first = where.first * where.batch
+        self._put_all(rows[first : first + len(self._changes) * self._batch], context)
+        if where.packing is not None and where.start:
+            where.packing.put_late(out, rows)
         return replace_at(value, where.path, out)
 
     def _fitted(self, change: Change) -> Change:
@@ -253,6 +326,7 @@ class PrefixInputs:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     ids: Tensor
+    takes_positions: bool
 
     @classmethod
     def of(cls, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> PrefixInputs:
@@ -271,7 +345,7 @@ class PrefixInputs:
             fits = name in (MASK, POSITIONS) and isinstance(value, Tensor) and value.dim() == 2  # noqa: PLR2004
             if name == CACHE or not (fits or all(length not in part.shape for _, part in tensors(value))):
                 raise NotCausal(f"the argument {name} cannot be cut at a position")
-        return cls((), given, ids)
+        return cls((), given, ids, POSITIONS in names)
 
     @property
     def length(self) -> int:
@@ -298,14 +372,41 @@ class PrefixInputs:
             given |= {CACHE: own, USE_CACHE: True}
         return given
 
+    def packed(self, packing: Packing, cache: Any) -> dict[str, Any]:
+        """Return the arguments of one run of whole sequences, the last with other tokens, and of packed late cases."""
+        start, device = packing.start, self.ids.device
+        each = torch.arange(self.length, device=device)
+        place = start + each % packing.width
+        case = each // packing.width
+        late = torch.cat([case.new_ones(self.length, start), (case[:, None] == case) & (place[:, None] >= place)], 1)
+        whole = torch.cat([case.new_zeros(self.length, start), each[:, None] >= each], 1)
+        if MASK in self.kwargs:
+            keep = self.kwargs[MASK][0] != 0
+            late, whole = late * torch.cat([keep[:start], keep[place]]), whole * torch.cat([keep[:start], keep])
+        dtype, lowest = cache.layers[0].keys.dtype, torch.finfo(cache.layers[0].keys.dtype).min
+        mask = torch.zeros(2, *late.shape, dtype=dtype, device=device)
+        mask.masked_fill_(torch.stack([whole, late]) == 0, lowest)
+        ids = packing.joined(self.ids, self.ids[:, place])
+        ids[packing.whole - 1 : packing.whole, start:] = self._other_tokens(start)
+        positions = self.kwargs.get(POSITIONS, each[None])
+        given = {
+            IDS: ids,
+            POSITIONS: packing.joined(positions, positions[:, place]),
+            MASK: packing.joined(mask[None, :1], mask[None, 1:]),
+            CACHE: repeated_cache(cache, 1, packing.rows, device),
+        }
+        return self.kwargs | given | {USE_CACHE: True}
+
     def with_perturbed(self, start: int, times: int) -> dict[str, Any]:
         """Return the arguments of runs of the whole sequence. The last one has other tokens from ``start`` on."""
         given = self.rest(0, None, times)
-        ids, batch = given[IDS], len(self.ids)
-        other = self.ids.roll(1, 1).flip(1)[:, start:]  # Tokens of this input, in another order.
-        other = other.where(other != self.ids[:, start:], (other + 1) % (self.ids.max() + 1).clamp(min=2))
-        ids[-batch:, start:] = other
+        given[IDS][-len(self.ids) :, start:] = self._other_tokens(start)
         return given
+
+    def _other_tokens(self, start: int) -> Tensor:
+        """Return tokens of this input in another order, for the positions from ``start`` on."""
+        other = self.ids.roll(1, 1).flip(1)[:, start:]
+        return other.where(other != self.ids[:, start:], (other + 1) % (self.ids.max() + 1).clamp(min=2))
 
 
 def by_case(value: Any, count: int, batch: int) -> Any:
@@ -339,20 +440,31 @@ def one_case(value: Any, place: int) -> Any:
     return map_tensors(operator.itemgetter(place), value)
 
 
-def with_prefix(unedited: Any, rest: Any, start: int) -> Any:
-    """Return outputs for all positions: those of the unedited run before ``start``, and then those of each case.
+def prefixes(unedited: Any, rest: Any, start: int) -> dict[Path, tuple[Tensor, int]]:
+    """Return what belongs before each output of later positions: values of the unedited run, and the dimension.
 
-    ``rest``: a result of :func:`by_case`, as is the returned value.
+    ``rest``: a result of :func:`by_case`.
     """
-    before = dict(tensors(unedited))
-    for path, own in list(tensors(rest)):
+    before, found = dict(tensors(unedited)), dict[Path, tuple[Tensor, int]]()
+    for path, own in tensors(rest):
         whole = before.get(path)
         if whole is None or whole.dim() + 1 != own.dim():
             raise NotCausal("the output has another structure without the prefix")
         at = _cut_at(whole, own, start)
         if at is not None:
-            first = whole.narrow(at, 0, start)
-            rest = replace_at(rest, path, torch.cat([first.expand(len(own), *first.shape), own], at + 1))
+            found[path] = (whole.narrow(at, 0, start), at)
+    return found
+
+
+def with_prefix(unedited: Any, rest: Any, start: int) -> Any:
+    """Return outputs for all positions: those of the unedited run before ``start``, and then those of each case.
+
+    ``rest``: a result of :func:`by_case`, as is the returned value.
+    """
+    own = dict(tensors(rest))
+    for path, (first, at) in prefixes(unedited, rest, start).items():
+        joined = torch.cat([first.expand(len(own[path]), *first.shape), own[path]], at + 1)
+        rest = replace_at(rest, path, joined)
     return rest
 
 
