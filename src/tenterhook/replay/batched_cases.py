@@ -64,11 +64,11 @@ class Slices(Action):
 
     def _put_all(self, out: Tensor, context: Context) -> None:
         """Apply the changes of all cases in place."""
-        if self._put_in_one_view(out, context):
+        if len(self._changes) >= FEW and self._put_in_one_view(out, context):
             return
         changes = [[self._fitted(change) for change in own] for own in self._changes]
         pieces = out.split(self._batch)
-        if not _put_at_once(changes, pieces, context):
+        if len(pieces) == 1 or not _put_at_once(changes, pieces, context):
             for own, piece in zip(changes, pieces, strict=True):
                 for change in own:
                     _put(change, piece, context)
@@ -84,7 +84,7 @@ class Slices(Action):
         of a layer one by one, and the values have the shapes of the parts.
         """
         edits: list[Any] = [changes[0].call for changes in self._changes if len(changes) == 1]
-        if len(edits) < max(FEW, len(self._changes)) or not _alike(edits) or not _have_one_step([e.at for e in edits]):
+        if len(edits) < len(self._changes) or not _alike(edits) or not _have_one_step([e.at for e in edits]):
             return False
         first, second, last = (
             self._fitted(self._changes[place][0]).call._cut(piece, context)  # type: ignore[attr-defined]

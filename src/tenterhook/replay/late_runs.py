@@ -34,6 +34,7 @@ from tenterhook.replay.prefix_serving import (
     NotCausal,
     Packing,
     PrefixInputs,
+    RowEdits,
     RowRange,
     Shapes,
     by_case,
@@ -170,9 +171,10 @@ class LateRuns:
         cache, outputs, found = self._prefix(inputs, start), list[tuple[list[Late], Any]](), None
         for chunk in self._chunks(group, inputs, start, cache):
             packing = Packing(start, inputs.length, len(chunk) + 1, 0 if outputs else len(chosen) + 2)
-            edits = self._edits(chunk, inputs, packing.cases, start, packing)
+            edits: dict[Point, RowEdits] = {}
+            self._add_edits(edits, chunk, inputs, packing.cases, start, packing)
             if not outputs:
-                edits += self._edits(chosen, inputs, packing.whole, 0, packing)
+                self._add_edits(edits, chosen, inputs, packing.whole, 0, packing)
             late, whole = packing.by_case(self._run(edits, inputs.packed(packing, cache)))
             outputs.append((chunk, late))
             found = found or whole
@@ -183,10 +185,12 @@ class LateRuns:
         cache, batch, outputs = self._prefix(inputs, start), len(inputs.ids), []
         for chunk in self._chunks(group, inputs, start, cache):
             rows = len(chunk) + 1
-            output = self._run(self._edits(chunk, inputs, rows, start), inputs.rest(start, cache, rows))
-            outputs.append((chunk, by_case(output, rows, batch)))
-        rows = len(chosen) + 2
-        output = self._run(self._edits(chosen, inputs, rows, 0), inputs.with_perturbed(start, rows))
+            edits: dict[Point, RowEdits] = {}
+            self._add_edits(edits, chunk, inputs, rows, start)
+            outputs.append((chunk, by_case(self._run(edits, inputs.rest(start, cache, rows)), rows, batch)))
+        rows, edits = len(chosen) + 2, {}
+        self._add_edits(edits, chosen, inputs, rows, 0)
+        output = self._run(edits, inputs.with_perturbed(start, rows))
         return outputs, by_case(output, rows, batch)
 
     def _measure_together(
@@ -233,24 +237,28 @@ class LateRuns:
         for first in range(0, len(group), most):
             yield group[first : first + most]
 
-    def _edits(
-        self, cases: list[Late], inputs: PrefixInputs, rows: int, start: int, packing: Packing | None = None
-    ) -> list[Binding]:
-        """Return the edits of cases that run from a position on, as the first of ``rows`` rows."""
-        bindings = []
+    def _add_edits(
+        self,
+        edits: dict[Point, RowEdits],
+        cases: list[Late],
+        inputs: PrefixInputs,
+        rows: int,
+        start: int,
+        packing: Packing | None = None,
+    ) -> None:
+        """Add the edits of cases that run from a position on, as the first of ``rows`` rows."""
         for first, same in _runs_of_one_kind(cases):
             for number, (point, _) in enumerate(same[0].case.edits):
                 path, place = same[0].places[number]
                 shape = self._shapes[point].of[path]
                 where = EditedRows(len(inputs.ids), first, rows, path, place, shape, start, packing)
                 changes = [each.case.edits[number][1] for each in same]
-                bindings.append(Binding(point, RowRange(changes, where)))
-        return bindings
+                edits.setdefault(point, RowEdits()).ranges.append(RowRange(changes, where))
 
-    def _run(self, edits: list[Binding], given: dict[str, Any]) -> Any:
+    def _run(self, edits: dict[Point, RowEdits], given: dict[str, Any]) -> Any:
         """Run the model with the edits of several cases. Return the output."""
         runner = self._runner
-        with BatchedSession(runner.model, edits):
+        with BatchedSession(runner.model, [Binding(point, each) for point, each in edits.items()]):
             return without_shared_objects(runner.run_and_read(lambda: runner.model(**given)))
 
     def _parts(self, cases: list[Late], output: Any) -> Iterator[tuple[list[Late], Any]]:

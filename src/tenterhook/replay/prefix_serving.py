@@ -41,6 +41,7 @@ __all__ = [
     "NotCausal",
     "Packing",
     "PrefixInputs",
+    "RowEdits",
     "RowRange",
     "Shapes",
     "by_case",
@@ -285,30 +286,52 @@ class EditedRows:
         return self.packing.late(tensor) if self.start else tensor[: self.rows]
 
 
-class RowRange(Slices):
-    """An edit at one point for the cases in a range of the rows of a batch."""
+class RowEdits(Action):
+    """The edits of several cases at one point."""
 
-    def __init__(self, changes: list[list[Change]], where: EditedRows) -> None:
-        super().__init__(changes, where.batch)
-        self._where = where
+    observes = False
+    again = True
+    reached = False
+
+    def __init__(self) -> None:
+        self.ranges: list[RowRange] = []
 
     def __call__(self, value: Any, context: Context) -> Any:
         self.reached = True
-        where, tensor = self._where, dict(tensors(value)).get(self._where.path)
-        out = torch.empty(0) if tensor is None else tensor.clone(memory_format=torch.contiguous_format)
-        rows = where.separated(out)
+        found = {(): value} if type(value) is Tensor else dict(tensors(value))
+        new: dict[Path, Tensor | None] = {}
+        for each in self.ranges:
+            path = each.where.path
+            if path not in new:
+                new[path] = found[path].clone(memory_format=torch.contiguous_format) if path in found else None
+            each.put(new[path], context)
+        for path, tensor in new.items():
+            value = replace_at(value, path, tensor)
+        return value
+
+
+class RowRange(Slices):
+    """The changes of the cases in a range of the rows of a batch, at one point."""
+
+    def __init__(self, changes: list[list[Change]], where: EditedRows) -> None:
+        super().__init__(changes, where.batch)
+        self.where = where
+
+    def put(self, tensor: Tensor | None, context: Context) -> None:
+        """Apply the changes in place."""
+        where = self.where
+        rows = None if tensor is None else where.separated(tensor)
         # A window of the last keys is another value: an index of keys, or noise, would be another edit.
-        if rows is None:
+        if tensor is None or rows is None:
             shown = "no such tensor" if tensor is None else list(tensor.shape)
             raise NotCausal(f"the value at {context.address!r} has {shown} in a batch of later positions")
         first = where.first * where.batch
         self._put_all(rows[first : first + len(self._changes) * self._batch], context)
         if where.packing is not None and where.start:
-            where.packing.put_late(out, rows)
-        return replace_at(value, where.path, out)
+            where.packing.put_late(tensor, rows)
 
     def _fitted(self, change: Change) -> Change:
-        return shifted(change, self._where.place, self._where.shape, self._where.start)
+        return shifted(change, self.where.place, self.where.shape, self.where.start)
 
 
 # -- their inputs ------------------------------------------------------------------------------------------------------
