@@ -29,7 +29,7 @@ __all__ = [
 ]  # fmt: skip
 
 ATTENTION_CALLS = ("attention_interface", "scaled_dot_product_attention")
-ATTENTION_MEANINGS = ("q", "k", "v", "scores", "pattern", "z", "result")  # The last one needs a projection.
+ATTENTION_MEANINGS = ("q", "k", "v", "scores", "pattern", "z", "result")  # "result" needs a projection.
 SPLICED = ("latents", "error")  # Meanings of a module where a dictionary is spliced into the stream.
 LAYER_MEANINGS = ("resid_pre", "resid", "attn_out", "mlp_out")
 
@@ -184,10 +184,10 @@ def _meanings(module: nn.Module, name: str | None = None) -> Iterator[_Found]:
     for kind in reversed(type(module).__mro__ if _registered else ()):
         own |= _registered.get(kind, {})
     yield from (_Found(each, relative=address) for each, address in own.items() if each not in given)
-    attention = _attention_places(module) if name is None or name in ATTENTION_MEANINGS else None
+    wanted = [each for each in ATTENTION_MEANINGS if name in (None, each) and each not in own]
+    attention = _attention_places(module) if wanted else None
     if attention is not None:
-        known = ATTENTION_MEANINGS if output_projection(module) is not None else ATTENTION_MEANINGS[:-1]
-        yield from (_Found(name, attention) for name in known if name not in own)
+        yield from (_Found(each, attention) for each in wanted if each != "result" or output_projection(module))
     if name is None or name in LAYER_MEANINGS:
         yield from (_Found(name, relative=address) for name, address in _of_layer(module).items() if name not in own)
 
