@@ -7,6 +7,7 @@ and the error are outputs of modules of their own, so they are ordinary points.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -17,11 +18,12 @@ from tenterhook._tree import describe, replace_at, tensors
 from tenterhook.call_trace.digest import version
 from tenterhook.errors import SpliceError, TenterhookError
 from tenterhook.pytorch.checkpointing import is_inside_checkpoint, may_be_checkpointed
+from tenterhook.pytorch.module_proxy import ContainerProxy, ModuleProxy, is_container
 from tenterhook.pytorch.python_code import own_frame
 from tenterhook.sites.module import MISSING, Argument
 from tenterhook.sites.threads import current
 
-__all__ = ["ErrorTerm", "Latents", "Splice", "SplicedModule"]
+__all__ = ["ErrorTerm", "Latents", "Splice", "SplicedModule", "spliced_module"]
 
 NO_TENSOR = "{address!r}: encode() of the {kind} returned {given}. A splice needs one tensor of latents, [..., width]."
 OTHER_SHAPE = (
@@ -76,22 +78,21 @@ class Splice(nn.Module):
             return self._decoded(self.latents(encoded), source, value)
         clean = self._decoded(encoded, source, value)
         missing = value - clean
-        before = _version(encoded), _version(missing)
-        latents, error = self.latents(encoded), self.error(missing)
-        written = (_version(encoded), _version(missing)) != before  # An edit has changed them in place.
-        if latents is encoded and error is missing and not written:
+        latents, edited = _through(self.latents, encoded)
+        error, error_edited = _through(self.error, missing)
+        differentiable = torch.is_grad_enabled() and (latents.requires_grad or error.requires_grad)
+        if not (edited or error_edited or differentiable):
             return value
-        total: Tensor = (clean if latents is encoded and not written else self._decoded(latents, source, value)) + error
-        if written or latents.shape[:-1] != value.shape[:-1]:
-            return total
-        rows = _equal_rows(latents, encoded) & _equal_rows(error, missing)
+        # Gradients of the latents need a path through them, even if their values are as before.
+        total: Tensor = (self._decoded(latents, source, value) if edited or differentiable else clean) + error
+        rows = _equal_rows(latents, encoded, value) & _equal_rows(error, missing, value)
         kept: Tensor = _SameValue.apply(value, total, rows)  # type: ignore[no-untyped-call]
         return kept
 
     def _encoded(self, source: Tensor) -> Tensor:
         given = _like(source, self.dictionary)
         latents = self._try("encode", lambda: self.dictionary.encode(given), source)  # type: ignore[operator]
-        if not isinstance(latents, Tensor):
+        if not isinstance(latents, Tensor) or latents.layout is not torch.strided:
             text = NO_TENSOR.format(address=self.address, kind=self._kind, given=describe(latents))
             raise SpliceError(text)
         return latents
@@ -146,27 +147,26 @@ class _SameValue(torch.autograd.Function):
         return None, gradient, None
 
 
-class SplicedModule(nn.Module):
+class SplicedModule(ModuleProxy):
     """A module with a splice at its output, or at one of its arguments."""
 
     def __init__(self, module: nn.Module, splice: Splice, argument: Argument | None) -> None:
-        super().__init__()
-        self.spliced = module
+        super().__init__(module)
         name = "splice"
         while hasattr(module, name):
             name += "_"
-        self.name_of_splice = name
         self.add_module(name, splice)
-        self._argument = argument
-        self._source: tuple[str, dict[str, Any]] | None = None
-        self._thread = current.token
-        for each in (self, splice, splice.latents, getattr(splice, "error", None)):
-            if each is not None:  # Not train(), which would reach the module and the dictionary.
+        own = self.__dict__  # Other attributes would be set at the wrapped module.
+        own["name_of_splice"], own["_argument"], own["_thread"] = name, argument, current.token
+        own["_source"] = None
+        for each in (splice, splice.latents, getattr(splice, "error", None)):
+            if each is not None:  # Not train(), which would reach the dictionary.
                 each.training = module.training
 
-    def read_from(self, address: str, seen: dict[str, Any]) -> None:
+    def read_from(self, address: str, seen: dict[str, Tensor]) -> None:
         """Take the input of the dictionary from ``seen``, where another point stores it under its address."""
         self._source = (address, seen)
+        getattr(self, self.name_of_splice).source = address  # A harvest compares it.
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         module, splice = self.spliced, getattr(self, self.name_of_splice)
@@ -191,36 +191,41 @@ class SplicedModule(nn.Module):
         return value if new is stream else replace_at(value, path, new)
 
     @staticmethod
-    def _read(address: str, source: str, seen: dict[str, Any]) -> Tensor:
-        value = next((tensor for _, tensor in tensors(seen.pop(source, None))), None)
+    def _read(address: str, source: str, seen: dict[str, Tensor]) -> Tensor:
+        value = seen.pop(source, None)
         if value is None:
             raise SpliceError(NOT_READ.format(address=address, source=source))
         return value
 
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the state of the wrapped module, so that the state of the model has no other names."""
-        return self.spliced.state_dict(*args, **kwargs)
 
-    def __getattr__(self, name: str) -> Any:
-        """Return an attribute of the wrapped module. The code of the model may read attributes of its layers."""
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(super().__getattr__("spliced"), name)
+class SplicedContainer(SplicedModule, ContainerProxy):
+    """A spliced module with items, such as ``nn.Sequential``."""
+
+
+def spliced_module(module: nn.Module, splice: Splice, argument: Argument | None) -> SplicedModule:
+    """Return a module that takes the place of another one and runs a splice."""
+    return (SplicedContainer if is_container(module) else SplicedModule)(module, splice, argument)
+
+
+def _through(point: nn.Module, value: Tensor) -> tuple[Tensor, bool]:
+    """Return what a point makes of a copy of a value, and whether it may be another value.
+
+    It gets a copy because an edit may write into it, and the value before the edit is needed too.
+    """
+    given = value.clone()
+    before = None if torch.compiler.is_compiling() or given.is_inference() else version(given)
+    found: Tensor = point(given)
+    return found, found is not given or before is None or version(given) != before
 
 
 def _like(value: Tensor, dictionary: nn.Module) -> Tensor:
     """Return a value in the dtype of the dictionary's parameters."""
-    dtype = next((each.dtype for each in dictionary.parameters() if each.is_floating_point()), value.dtype)
+    every = itertools.chain(dictionary.parameters(), dictionary.buffers())
+    dtype = next((each.dtype for each in every if each.is_floating_point()), value.dtype)
     return value.to(dtype)
 
 
-def _version(value: Tensor) -> int:
-    return 0 if torch.compiler.is_compiling() else version(value)
-
-
-def _equal_rows(new: Tensor, old: Tensor) -> Tensor:
-    """Return which rows of a value are the same as before an action, ``[..., 1]``."""
-    if new is old:
-        return new.new_ones((), dtype=torch.bool)
-    return (new == old).all(-1, keepdim=True)
+def _equal_rows(new: Tensor, old: Tensor, stream: Tensor) -> Tensor:
+    """Return which rows of the stream an action has not changed, ``[..., 1]``; or one answer for all rows."""
+    same = (new == old) | ((new != new) & (old != old))  # noqa: PLR0124  # NaN stays NaN.
+    return same.all(-1, keepdim=True) if new.shape[:-1] == stream.shape[:-1] else same.all()

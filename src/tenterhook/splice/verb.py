@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from torch import nn
+from torch import Tensor, nn
 
 import tenterhook.compiled.engine_api  # noqa: F401 - registers the support for compiled models
+from tenterhook._tree import tensors
 from tenterhook.address import Point, Site, resolve
 from tenterhook.address.meanings import Beside, give_meanings, take_meanings
 from tenterhook.address.walk import walk
@@ -17,7 +18,7 @@ from tenterhook.errors import SpliceError
 from tenterhook.pytorch.module_calls import children_of
 from tenterhook.pytorch.wrappers import unwrapped, wrapped_name, wrappers_of
 from tenterhook.sites.module import argument
-from tenterhook.splice.spliced_module import Splice, SplicedModule
+from tenterhook.splice.spliced_module import Splice, SplicedModule, spliced_module
 
 __all__ = ["Splicing", "splice"]
 
@@ -37,11 +38,15 @@ Slot = tuple[nn.Module, str, nn.Module]
 
 
 class Mount(NamedTuple):
-    """A dictionary, the point where its output goes, and the point of its input if that is another one."""
+    """A dictionary, the point where its output goes, and the point of its input if that is another one.
+
+    ``seen`` holds the value of that point until the dictionary reads it.
+    """
 
     point: Point
     source: Point | None
     dictionary: nn.Module
+    seen: dict[str, Tensor]
 
 
 def splice(model: nn.Module, dictionaries: Mapping[Any, nn.Module], *, error: bool = False) -> Splicing:
@@ -84,9 +89,8 @@ class Splicing(Session):
     verb = "splice"
 
     def __init__(self, model: nn.Module, places: list[Mount], *, error: bool) -> None:
-        self._seen: dict[str, Any] = {}
-        reads = [Binding(place.source, _Reads(self._seen)) for place in places if place.source is not None]
-        super().__init__(model, reads, [])
+        bindings = [Binding(place.source, _Reads(place.seen)) for place in places if place.source is not None]
+        super().__init__(model, bindings, [])
         self._places, self._error = places, error
         self._slots: list[tuple[nn.Module, str, nn.Module, SplicedModule]] = []
         self._named: list[nn.Module] = []
@@ -108,9 +112,9 @@ class Splicing(Session):
         given = (
             None if point.site is Site.RETURN else argument(host, point.name if point.site is Site.ARGUMENT else None)
         )
-        spliced = SplicedModule(slots[0][2], Splice(place.dictionary, point.address, error=self._error), given)
+        spliced = spliced_module(slots[0][2], Splice(place.dictionary, point.address, error=self._error), given)
         if place.source is not None:
-            spliced.read_from(place.source.address, self._seen)
+            spliced.read_from(place.source.address, place.seen)
         self._named.append(host)
         give_meanings(host, _meanings(spliced))
         for parent, name, child in slots:
@@ -125,7 +129,8 @@ class Splicing(Session):
             self._slots.pop()
         while self._named:
             take_meanings(self._named.pop())
-        self._seen.clear()
+        for place in self._places:
+            place.seen.clear()
         super().on_close()
 
 
@@ -135,11 +140,14 @@ class _Reads(Action):
     observes = True
     again = True
 
-    def __init__(self, seen: dict[str, Any]) -> None:
+    def __init__(self, seen: dict[str, Tensor]) -> None:
         self._seen = seen
 
     def __call__(self, value: Any, context: Context) -> None:
-        self._seen[context.address] = value
+        self._seen.pop(context.address, None)
+        for _, tensor in tensors(value):
+            self._seen[context.address] = tensor.clone()  # The model may write into its own before it is read.
+            return
 
 
 def _meanings(spliced: SplicedModule) -> dict[str, Beside]:
@@ -180,7 +188,7 @@ def _place(model: nn.Module, key: Any, dictionary: Any) -> Mount:
     if all(devices) and devices[0] != devices[1]:
         raise SpliceError(DEVICE.format(address=point.address, one=devices[0], other=devices[1]))
     source = _point(model, key[0], reads=True) if pair else None
-    return Mount(point, None if source is None or source == point else source, dictionary)
+    return Mount(point, None if source is None or source == point else source, dictionary, {})
 
 
 def _point(model: nn.Module, key: Any, *, reads: bool = False) -> Point:
