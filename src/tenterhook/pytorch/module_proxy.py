@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from typing import Any, Self
 
@@ -63,6 +64,13 @@ class ModuleProxy(_SameClass, nn.Module):
             super().__delattr__(name)
         else:
             delattr(self.spliced, name)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """Copy the wrapped module: a copy of the model is one without the proxy."""
+        return copy.deepcopy(self.spliced, memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.spliced.__reduce_ex__(protocol)
 
     def __bool__(self) -> bool:
         return bool(self.spliced)

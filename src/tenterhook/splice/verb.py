@@ -76,6 +76,7 @@ def splice(model: nn.Module, dictionaries: Mapping[Any, nn.Module], *, error: bo
     Raises:
         SpliceError: an object is not a dictionary, or does not fit at its point. Widths are checked in the first run.
         AddressError: a point is not in the model.
+        NeverReached: when the session ends, if the model ran and a module with a dictionary did not.
     """
     given: Any = dictionaries
     if not isinstance(given, Mapping) or not given:
@@ -89,8 +90,10 @@ class Splicing(Session):
     verb = "splice"
 
     def __init__(self, model: nn.Module, places: list[Mount], *, error: bool) -> None:
-        bindings = [Binding(place.source, _Reads(place.seen)) for place in places if place.source is not None]
-        super().__init__(model, bindings, [])
+        reads = [Binding(place.source, _Reads(place.seen)) for place in places if place.source is not None]
+        reached = [Binding(_output(place.point), _Reached()) for place in places if place.point.path]
+        self._whole = Binding(Point(":return", Site.RETURN, model, "", explicit=True), _Reached())
+        super().__init__(model, [*reads, *reached, self._whole], [[each] for each in reached])
         self._places, self._error = places, error
         self._slots: list[tuple[nn.Module, str, nn.Module, SplicedModule]] = []
         self._named: list[nn.Module] = []
@@ -121,6 +124,11 @@ class Splicing(Session):
             self._slots.append((parent, name, child, spliced))  # First, so that an interrupt still undoes it.
             children_of(parent)[name] = spliced
 
+    def missed(self) -> list[list[Binding]]:
+        # A session without a run, such as one that lists points, misses nothing. In compiled code no call is seen.
+        watched = self._whole.action.reached and not self._compiles and not self.waits
+        return super().missed() if watched else []
+
     def on_close(self) -> None:
         while self._slots:
             parent, name, child, spliced = self._slots[-1]
@@ -148,6 +156,22 @@ class _Reads(Action):
         for _, tensor in tensors(value):
             self._seen[context.address] = tensor.clone()  # The model may write into its own before it is read.
             return
+
+
+class _Reached(Action):
+    """An action that notes that its module was called."""
+
+    observes = True
+    compiled = "nothing"
+    reached = False
+
+    def __call__(self, value: Any, context: Context) -> None:  # noqa: ARG002  # named as in the protocol
+        self.reached = True
+
+
+def _output(point: Point) -> Point:
+    """Return the output of the module of a point."""
+    return Point(point.path, Site.RETURN, point.module, point.path, explicit=True)
 
 
 def _meanings(spliced: SplicedModule) -> dict[str, Beside]:
