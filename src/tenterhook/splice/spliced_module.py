@@ -18,6 +18,7 @@ from tenterhook._tree import describe, replace_at, tensors
 from tenterhook.call_trace.digest import version
 from tenterhook.errors import SpliceError, TenterhookError
 from tenterhook.pytorch.checkpointing import is_inside_checkpoint, may_be_checkpointed
+from tenterhook.pytorch.module_calls import has_actions
 from tenterhook.pytorch.module_proxy import ContainerProxy, ModuleProxy, is_container
 from tenterhook.pytorch.python_code import own_frame
 from tenterhook.sites.module import MISSING, Argument
@@ -80,7 +81,8 @@ class Splice(nn.Module):
         missing = value - clean
         latents, edited = _through(self.latents, encoded)
         error, error_edited = _through(self.error, missing)
-        differentiable = torch.is_grad_enabled() and (latents.requires_grad or error.requires_grad)
+        seen = latents is not encoded or error is not missing
+        differentiable = seen and torch.is_grad_enabled() and (latents.requires_grad or error.requires_grad)
         if not (edited or error_edited or differentiable):
             return value
         # Gradients of the latents need a path through them, even if their values are as before.
@@ -208,12 +210,15 @@ def spliced_module(module: nn.Module, splice: Splice, argument: Argument | None)
 
 
 def _through(point: nn.Module, value: Tensor) -> tuple[Tensor, bool]:
-    """Return what a point makes of a copy of a value, and whether it may be another value.
+    """Return what a point makes of a value, and whether it may be another value.
 
-    It gets a copy because an edit may write into it, and the value before the edit is needed too.
+    A point with actions gets a copy: an edit may write into it, and the value before the edit is needed too.
     """
+    compiling = torch.compiler.is_compiling()
+    if not compiling and not has_actions(point):
+        return value, False
     given = value.clone()
-    before = None if torch.compiler.is_compiling() or given.is_inference() else version(given)
+    before = None if compiling or given.is_inference() else version(given)
     found: Tensor = point(given)
     return found, found is not given or before is None or version(given) != before
 

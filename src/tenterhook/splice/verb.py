@@ -98,6 +98,13 @@ class Splicing(Session):
         self._slots: list[tuple[nn.Module, str, nn.Module, SplicedModule]] = []
         self._named: list[nn.Module] = []
 
+    def _wants_inside(self, path: str, layer: nn.Module) -> bool:
+        # An encoder on its fast path may give its layers nested tensors, which no dictionary can encode.
+        inside = f"{path}." if path else ""
+        return super()._wants_inside(path, layer) or any(
+            place.point.module is not layer and place.point.path.startswith(inside) for place in self._places
+        )
+
     def on_start(self) -> None:
         super().on_start()
         for place in self._places:
