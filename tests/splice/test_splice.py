@@ -397,7 +397,7 @@ def test_an_encoder_that_returns_no_tensor_is_an_error(model, x):
         def decode(self, x):
             return x
 
-    with pytest.raises(th.SpliceError, match="needs one tensor of latents"), th.splice(model, {"h.1": Other()}):
+    with pytest.raises(th.SpliceError, match="needs one dense tensor of latents"), th.splice(model, {"h.1": Other()}):
         model(x)
 
 

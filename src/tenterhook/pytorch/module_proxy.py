@@ -6,7 +6,7 @@ import copy
 from collections.abc import Iterator
 from typing import Any, Self
 
-from torch import nn
+from torch import Tensor, nn
 
 from tenterhook.pytorch.module_calls import children_of
 from tenterhook.pytorch.names import attribute
@@ -19,7 +19,7 @@ attribute("nn.Module", "_load_from_state_dict")
 class _SameClass:
     """``isinstance`` also finds the class of the wrapped module. A class of its own, because of ``super()``."""
 
-    @property
+    @property  # type: ignore[misc]
     def __class__(self) -> Any:
         inner = self.__dict__.get("_modules", {}).get("spliced")
         return type(self) if inner is None else inner.__class__
@@ -38,6 +38,10 @@ class ModuleProxy(_SameClass, nn.Module):
         super().__init__()
         self.spliced = module
         self.training = module.training
+
+    def put_beside(self, name: str, module: nn.Module) -> None:
+        """Add a module beside the wrapped one."""
+        super().add_module(name, module)
 
     def others(self) -> list[tuple[str, nn.Module]]:
         """Return the modules beside the wrapped one."""
@@ -97,6 +101,40 @@ class ModuleProxy(_SameClass, nn.Module):
         yield from self.spliced.named_modules(memo, prefix, remove_duplicate)
         for name, each in self.others():
             yield from each.named_modules(memo, f"{prefix}.{name}" if prefix else name, remove_duplicate)
+
+    def named_parameters(
+        self,
+        prefix: str = "",
+        recurse: bool = True,  # noqa: FBT001, FBT002
+        remove_duplicate: bool = True,  # noqa: FBT001, FBT002
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield the parameters of :meth:`named_modules`, or those of the wrapped module alone."""
+        if not recurse:
+            return self.spliced.named_parameters(prefix, recurse, remove_duplicate)
+        return super().named_parameters(prefix, recurse, remove_duplicate)
+
+    def named_buffers(
+        self,
+        prefix: str = "",
+        recurse: bool = True,  # noqa: FBT001, FBT002
+        remove_duplicate: bool = True,  # noqa: FBT001, FBT002
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Yield the buffers of :meth:`named_modules`, or those of the wrapped module alone."""
+        if not recurse:
+            return self.spliced.named_buffers(prefix, recurse, remove_duplicate)
+        return super().named_buffers(prefix, recurse, remove_duplicate)
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """Add a parameter to the wrapped module."""
+        self.spliced.register_parameter(name, param)
+
+    def register_buffer(self, name: str, tensor: Tensor | None, persistent: bool = True) -> None:  # noqa: FBT001, FBT002
+        """Add a buffer to the wrapped module."""
+        self.spliced.register_buffer(name, tensor, persistent)
+
+    def add_module(self, name: str, module: nn.Module | None) -> None:
+        """Add a child to the wrapped module."""
+        self.spliced.add_module(name, module)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Return the state of the wrapped module, so that the state of the model has no other names."""

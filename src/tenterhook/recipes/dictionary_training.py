@@ -213,9 +213,13 @@ def _check(store: Any, options: Mapping[str, Any], save_every: int) -> None:
             raise th.RecipeError(f"{name}= is a finite number from 0; got {options[name]!r:.40}")
     if options["kind"] != "relu" and options["k"] > options["width"]:
         raise th.RecipeError(f"k={options['k']} is more than the width, {options['width']}")
+    _check_rows(store, [options["point"], options["target"]])
+
+
+def _check_rows(store: Any, points: list[str | None]) -> None:
     if not len(store):
         raise th.RecipeError("the store has no rows yet")
-    for point in filter(None, (options["point"], options["target"])):
+    for point in filter(None, points):
         shape = list(store[point].shape)
         if len(shape) != 2 or not store[point].dtype.is_floating_point:  # noqa: PLR2004
             text = f"the rows of {point!r} are {shape[1:]} of {store[point].dtype}; floating-point vectors are needed"

@@ -50,7 +50,7 @@ NORMALIZED_ROWS = (
     "{folder}: normalize_activations={how!r} changes each value by its own size, which decode() needs again; a "
     "Dictionary has no such step. th.splice takes the SAE that SAELens itself loads."
 )
-NO_TENSORS = "{file} is damaged, or holds other things than a dict of tensors, which are not loaded: {error}"
+NO_TENSORS = "{file} is damaged, or holds other things than a dict of tensors; no other things are loaded"
 NOT_SUPPORTED = "{folder}: {name}={given!r} is not supported; the weights would give other latents without it"
 
 Made = tuple[dict[str, Any], dict[str, Tensor]]
@@ -227,7 +227,8 @@ def _filled(options: dict[str, Any], tensors: dict[str, Tensor]) -> Dictionary:
 
 def _common(made: Dictionary) -> torch.dtype:
     """Return the dtype of the weights, or the one to which several of them promote."""
-    return functools.reduce(torch.promote_types, (each.dtype for each in made.state_dict().values()))
+    found: torch.dtype = functools.reduce(torch.promote_types, (each.dtype for each in made.state_dict().values()))
+    return found
 
 
 def _weights(file: Path) -> dict[str, Tensor]:
@@ -235,7 +236,7 @@ def _weights(file: Path) -> dict[str, Tensor]:
         try:
             return dict(torch.load(file, map_location="cpu", weights_only=True))
         except (pickle.UnpicklingError, EOFError, RuntimeError, TypeError, ValueError) as error:
-            raise SpliceError(NO_TENSORS.format(file=file, error=str(error).partition("\n")[0][:200])) from error
+            raise SpliceError(NO_TENSORS.format(file=file)) from error
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 

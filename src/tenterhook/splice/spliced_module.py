@@ -26,7 +26,9 @@ from tenterhook.sites.threads import current
 
 __all__ = ["ErrorTerm", "Latents", "Splice", "SplicedModule", "spliced_module"]
 
-NO_TENSOR = "{address!r}: encode() of the {kind} returned {given}. A splice needs one tensor of latents, [..., width]."
+NO_TENSOR = (
+    "{address!r}: encode() of the {kind} returned {given}. A splice needs one dense tensor of latents, [..., width]."
+)
 OTHER_SHAPE = (
     "{address!r}: the value is {value}, and decode() of the {kind} returned {given}. The dictionary was made for "
     "another point or another model."
@@ -95,7 +97,8 @@ class Splice(nn.Module):
         given = _like(source, self.dictionary)
         latents = self._try("encode", lambda: self.dictionary.encode(given), source)  # type: ignore[operator]
         if not isinstance(latents, Tensor) or latents.layout is not torch.strided:
-            text = NO_TENSOR.format(address=self.address, kind=self._kind, given=describe(latents))
+            sparse = "a sparse " if isinstance(latents, Tensor) else ""
+            text = NO_TENSOR.format(address=self.address, kind=self._kind, given=f"{sparse}{describe(latents)}")
             raise SpliceError(text)
         return latents
 
@@ -119,7 +122,7 @@ class Splice(nn.Module):
             return function()
         except (TenterhookError, torch.OutOfMemoryError):
             raise
-        except (RuntimeError, ValueError, IndexError) as error:
+        except (RuntimeError, ValueError, IndexError, TypeError, AttributeError) as error:
             text = CANNOT.format(address=self.address, kind=self._kind, verb=verb, given=describe(given), error=error)
             raise SpliceError(text) from error
 
@@ -152,12 +155,16 @@ class _SameValue(torch.autograd.Function):
 class SplicedModule(ModuleProxy):
     """A module with a splice at its output, or at one of its arguments."""
 
+    name_of_splice: str
+    _argument: Argument | None
+    _source: tuple[str, dict[str, Tensor]] | None
+
     def __init__(self, module: nn.Module, splice: Splice, argument: Argument | None) -> None:
         super().__init__(module)
         name = "splice"
         while hasattr(module, name):
             name += "_"
-        self.add_module(name, splice)
+        self.put_beside(name, splice)
         own = self.__dict__  # Other attributes would be set at the wrapped module.
         own["name_of_splice"], own["_argument"], own["_thread"] = name, argument, current.token
         own["_source"] = None
