@@ -106,8 +106,8 @@ def test_a_training_that_is_stopped_again_and_again_has_the_same_result(seed, tm
     th.harvest(nn.Identity(), rows, ":return", to=tmp_path / "rows", batch_size=77, progress=False)
     store, steps = th.open(tmp_path / "rows"), rng.randint(5, 60)
     options = {
-        "kind": rng.choice(["topk", "batchtopk", "relu", "jumprelu"]), "batch_size": rng.choice([32, 100]), "seed": seed,
-        "width": rng.choice([4, 40]), "steps": steps,
+        "kind": rng.choice(["topk", "batchtopk", "relu", "jumprelu"]), "batch_size": rng.choice([32, 100]),
+        "seed": seed, "width": rng.choice([4, 40]), "steps": steps,
     }  # fmt: skip
     expected = train(store, **options)
     stopped_at(monkeypatch, [rng.randint(1, steps) for _ in range(6)])
