@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from tenterhook._tree import describe, replace_at, tensors
 from tenterhook.call_trace.digest import version
+from tenterhook.engine.action import Action
 from tenterhook.errors import SpliceError, TenterhookError
 from tenterhook.pytorch.checkpointing import is_inside_checkpoint, may_be_checkpointed
 from tenterhook.pytorch.module_calls import has_actions
@@ -152,10 +153,17 @@ class _SameValue(torch.autograd.Function):
         return None, gradient, None
 
 
+class Calls(Action):
+    """What a session requires of a spliced module: that it is called."""
+
+    reached = False
+
+
 class SplicedModule(ModuleProxy):
     """A module with a splice at its output, or at one of its arguments."""
 
     name_of_splice: str
+    calls: Calls
     _argument: Argument | None
     _source: tuple[str, dict[str, Tensor]] | None
 
@@ -167,7 +175,7 @@ class SplicedModule(ModuleProxy):
         self.put_beside(name, splice)
         own = self.__dict__  # Other attributes would be set at the wrapped module.
         own["name_of_splice"], own["_argument"], own["_thread"] = name, argument, current.token
-        own["_source"] = None
+        own["_source"], own["calls"] = None, Calls()
         for each in (splice, splice.latents, getattr(splice, "error", None)):
             if each is not None:  # Not train(), which would reach the dictionary.
                 each.training = module.training
@@ -184,6 +192,8 @@ class SplicedModule(ModuleProxy):
             return module(*args, **kwargs)
         if not compiling and may_be_checkpointed() and is_inside_checkpoint(own_frame(0)):
             raise SpliceError(CHECKPOINT.format(address=splice.address))
+        if not compiling:
+            self.calls.reached = True
         if self._argument is None:
             return self._replaced(splice, module(*args, **kwargs))
         value = self._argument.get(args, kwargs)

@@ -91,9 +91,9 @@ class Splicing(Session):
 
     def __init__(self, model: nn.Module, places: list[Mount], *, error: bool) -> None:
         reads = [Binding(place.source, _Reads(place.seen)) for place in places if place.source is not None]
-        reached = [Binding(_output(place.point), _Reached()) for place in places if place.point.path]
-        self._whole = Binding(Point(":return", Site.RETURN, model, "", explicit=True), _Reached())
-        super().__init__(model, [*reads, *reached, self._whole], [[each] for each in reached])
+        self._whole = _Returned()
+        whole = Binding(Point(":return", Site.RETURN, model, "", explicit=True), self._whole)
+        super().__init__(model, [*reads, whole], [])
         self._places, self._error = places, error
         self._slots: list[tuple[nn.Module, str, nn.Module, SplicedModule]] = []
         self._named: list[nn.Module] = []
@@ -125,6 +125,7 @@ class Splicing(Session):
         spliced = spliced_module(slots[0][2], Splice(place.dictionary, point.address, error=self._error), given)
         if place.source is not None:
             spliced.read_from(place.source.address, place.seen)
+        self.required.append([Binding(_output(point), spliced.calls)])
         self._named.append(host)
         give_meanings(host, _meanings(spliced))
         for parent, name, child in slots:
@@ -133,7 +134,7 @@ class Splicing(Session):
 
     def missed(self) -> list[list[Binding]]:
         # A session without a run, such as one that lists points, misses nothing. In compiled code no call is seen.
-        watched = self._whole.action.reached and not self._compiles and not self.waits
+        watched = self._whole.reached and not self._compiles and not self.waits
         return super().missed() if watched else []
 
     def on_close(self) -> None:
@@ -165,8 +166,8 @@ class _Reads(Action):
             return
 
 
-class _Reached(Action):
-    """An action that notes that its module was called."""
+class _Returned(Action):
+    """An action that notes that the model has run to its end."""
 
     observes = True
     compiled = "nothing"
