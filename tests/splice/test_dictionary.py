@@ -61,6 +61,11 @@ def test_bad_options_are_errors():
         th.Dictionary(SIZE, WIDTH, kind="top")
     with pytest.raises(th.SpliceError, match="from 1 to 20; got None"):
         th.Dictionary(SIZE, WIDTH, kind="topk")
+    with pytest.raises(th.SpliceError, match="k= is for kind='topk'"):
+        th.Dictionary(SIZE, WIDTH, k=3)
+    for options in ({"size": 0, "width": WIDTH}, {"size": SIZE, "width": 2.5}, {"size": SIZE, "width": -1}):
+        with pytest.raises(th.SpliceError, match="is a positive int"):
+            th.Dictionary(**options)
     with pytest.raises(th.SpliceError, match="got 6 and 4"):
         th.Dictionary(SIZE, WIDTH, center=True, out=4)
 

@@ -181,6 +181,33 @@ class Shared(nn.Module):
         return self.one(x) + self.other(x)
 
 
+@pytest.mark.parametrize("how", ["method", "module", "weight"])
+def test_the_linear_path_of_any_transcoder_is_added(how, x):
+    class Foreign(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner, self.path = th.Dictionary(SIZE, 16), nn.Parameter(torch.randn(SIZE, SIZE))
+            if how == "weight":
+                self.W_skip = self.path
+            elif how == "method":
+                self.skip = lambda value: value @ self.path.T
+            else:
+                self.skip = nn.Linear(SIZE, SIZE, bias=False)
+                self.skip.weight = self.path
+
+        def encode(self, value):
+            return self.inner.encode(value)
+
+        def decode(self, latents):
+            return self.inner.decode(latents)
+
+    model, made = nn.Sequential(nn.Linear(SIZE, SIZE), nn.Linear(SIZE, SIZE)), Foreign()
+    with th.splice(model, {("0", "1"): made}):
+        found = model(x)
+    value = model[0](x)
+    assert torch.allclose(found, made.inner(value) + value @ made.path.T, atol=1e-5)
+
+
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # Dynamo reads it of each tensor behind a graph break.
 @pytest.mark.parametrize("grad", [False, True])
 @pytest.mark.parametrize("compiled", [False, True])

@@ -106,8 +106,7 @@ class Splice(nn.Module):
     def _decoded(self, latents: Tensor, source: Tensor, value: Tensor) -> Tensor:
         """Return the reconstruction, in the dtype of the value. A transcoder may have a linear path beside it."""
         found = self._try("decode", lambda: self.dictionary.decode(latents), latents)  # type: ignore[operator]
-        skip: Any = getattr(self.dictionary, "skip", None)
-        past = skip(_like(source, self.dictionary)) if callable(skip) else None
+        past = self._skipped(_like(source, self.dictionary))
         found = found if past is None else found + past
         if not isinstance(found, Tensor) or found.shape != value.shape:
             text = OTHER_SHAPE.format(
@@ -115,6 +114,17 @@ class Splice(nn.Module):
             )
             raise SpliceError(text)
         return found.to(value.dtype)
+
+    def _skipped(self, source: Tensor) -> Tensor | None:
+        """Return the part of the output that does not go through the latents, or None.
+
+        Transcoders of SAELens and sparsify have only its weight; their ``decode`` does not get the input.
+        """
+        skip: Any = getattr(self.dictionary, "skip", None)
+        if callable(skip):
+            return skip(source)  # type: ignore[no-any-return]
+        weight = getattr(self.dictionary, "W_skip", None)
+        return source @ weight.T if isinstance(weight, Tensor) else None
 
     def _try(self, verb: str, function: Callable[[], Any], given: Tensor) -> Any:
         if torch.compiler.is_compiling():  # Dynamo cannot trace the handler.
@@ -153,8 +163,8 @@ class _SameValue(torch.autograd.Function):
         return None, gradient, None
 
 
-class Calls(Action):
-    """What a session requires of a spliced module: that it is called."""
+class SplicedCall(Action):
+    """A requirement of the session: the spliced module is called."""
 
     reached = False
 
@@ -163,7 +173,7 @@ class SplicedModule(ModuleProxy):
     """A module with a splice at its output, or at one of its arguments."""
 
     name_of_splice: str
-    calls: Calls
+    calls: SplicedCall
     _argument: Argument | None
     _source: tuple[str, dict[str, Tensor]] | None
 
@@ -175,7 +185,7 @@ class SplicedModule(ModuleProxy):
         self.put_beside(name, splice)
         own = self.__dict__  # Other attributes would be set at the wrapped module.
         own["name_of_splice"], own["_argument"], own["_thread"] = name, argument, current.token
-        own["_source"], own["calls"] = None, Calls()
+        own["_source"], own["calls"] = None, SplicedCall()
         for each in (splice, splice.latents, getattr(splice, "error", None)):
             if each is not None:  # Not train(), which would reach the dictionary.
                 each.training = module.training

@@ -65,7 +65,8 @@ def splice(model: nn.Module, dictionaries: Mapping[Any, nn.Module], *, error: bo
 
     Args:
         model: any ``nn.Module``.
-        dictionaries: a dict of address to dictionary: any module with ``encode`` and ``decode``. For a transcoder, the
+        dictionaries: a dict of address to dictionary: any module with ``encode`` and ``decode``. If it has a method
+            ``skip`` or a weight ``W_skip``, that part of its input is added. For a transcoder, the
             key is the pair of its input point and its output point, such as ``("h.6.ln_2", "h.6.mlp")``.
         error: whether to add the difference between the value and its reconstruction. The outputs of the model are then
             bitwise those without the dictionaries, until latents or errors are edited.
