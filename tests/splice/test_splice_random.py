@@ -200,3 +200,55 @@ def test_latents_of_another_layout_keep_the_bits():
         found.sum().backward()
     assert torch.equal(found, plain)
     assert tape.grad["h.1@latents"].shape == (8, WIDTH)
+
+
+class Foreign(nn.Module):
+    """A dictionary of another library, in three kinds."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.inner, self.kind = th.Dictionary(SIZE, WIDTH), kind
+
+    def encode(self, value):
+        if self.kind == "norm":  # Kept from encode to decode, and deleted there, as in SAELens.
+            self.norm = value.norm(dim=-1, keepdim=True)
+            value = value / self.norm
+        return self.inner.encode(value)
+
+    def decode(self, latents):
+        if self.kind == "mixing":
+            latents = latents.cumsum(1)
+        found = self.inner.decode(latents)
+        if self.kind == "norm":
+            found = found * self.norm
+            del self.norm
+        return found
+
+
+@pytest.mark.parametrize("kind", ["plain", "norm", "mixing"])
+def test_dictionaries_of_other_libraries_are_decoded_as_written_out(kind):
+    torch.manual_seed(0)
+    model, x, sae = Model().eval(), torch.randn(2, 4, SIZE), Foreign(kind)
+    plain = model(x)
+
+    def edited(value):
+        latents = sae.encode(value)
+        error = value - sae.decode(latents)
+        latents = latents.clone()
+        latents[:, 1, 3] = 5.0
+        sae.encode(value)
+        return sae.decode(latents) + error
+
+    with torch.no_grad():
+        expected = model.head(model.h[2](edited(model.h[1](model.h[0](x)[0])[0]))[0])
+    with th.splice(model, {"h.1": sae}, error=True):
+        assert torch.equal(model(x), plain)
+        with th.record(model, "h.1@latents", grad=True) as tape:
+            found = model(x)
+            found.sum().backward()
+        assert torch.equal(found, plain)
+        assert tape.grad["h.1@latents"].abs().sum() > 0
+        with th.edit(model, {"h.1@latents[3]": th.set(5.0, at=th.at[:, 1])}):
+            found = model(x)
+    assert torch.allclose(found, expected, atol=1e-5)
+    assert torch.equal(found[:, 0], plain[:, 0])

@@ -24,6 +24,7 @@ from tenterhook.pytorch.module_proxy import ContainerProxy, ModuleProxy, is_cont
 from tenterhook.pytorch.python_code import own_frame
 from tenterhook.sites.module import MISSING, Argument
 from tenterhook.sites.threads import current
+from tenterhook.splice.dictionary import Dictionary
 
 __all__ = ["ErrorTerm", "Latents", "Splice", "SplicedModule", "spliced_module"]
 
@@ -89,9 +90,11 @@ class Splice(nn.Module):
         if not (edited or error_edited or differentiable):
             return value
         # Gradients of the latents need a path through them, even if their values are as before.
-        total: Tensor = (self._decoded(latents, source, value) if edited or differentiable else clean) + error
+        decoded = self._decoded_again(latents, source, value) if edited or differentiable else clean
         rows = _equal_rows(latents, encoded, value) & _equal_rows(error, missing, value)
-        kept: Tensor = _SameValue.apply(value, total, rows)  # type: ignore[no-untyped-call]
+        if not isinstance(self.dictionary, Dictionary):  # Its decode may mix rows.
+            rows = rows & _equal_rows(decoded, clean, value)
+        kept: Tensor = _SameValue.apply(value, decoded + error, rows)  # type: ignore[no-untyped-call]
         return kept
 
     def _encoded(self, source: Tensor) -> Tensor:
@@ -114,6 +117,18 @@ class Splice(nn.Module):
             )
             raise SpliceError(text)
         return found.to(value.dtype)
+
+    def _decoded_again(self, latents: Tensor, source: Tensor, value: Tensor) -> Tensor:
+        """Return the reconstruction for other latents than the first ones."""
+        if torch.compiler.is_compiling():  # Dynamo cannot trace the handler.
+            return self._decoded(latents, source, value)
+        try:
+            return self._decoded(latents, source, value)
+        except SpliceError as error:
+            if not isinstance(error.__cause__, AttributeError):
+                raise
+        self._encoded(source)  # Some SAEs of SAELens store a norm in encode(), and delete it in decode().
+        return self._decoded(latents, source, value)
 
     def _skipped(self, source: Tensor) -> Tensor | None:
         """Return the part of the output that does not go through the latents, or None.
