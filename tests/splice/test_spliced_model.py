@@ -257,3 +257,37 @@ def test_a_harvest_knows_dictionaries_sources_and_error_terms(sae, x, tmp_path):
     for splices, error in (({("0", "1"): other}, False), ({"1": sae}, False), ({("0", "1"): sae}, True)):
         with pytest.raises(th.DifferentHarvest):
             harvest(splices, error=error)
+
+
+# -- compiled parts ----------------------------------------------------------------------------------------------------
+
+
+class Nested(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.part = nn.Sequential(nn.Linear(SIZE, SIZE), nn.ReLU())
+        self.last = nn.Linear(SIZE, 3)
+
+    def forward(self, x):
+        return self.last(self.part(x))
+
+
+@pytest.mark.parametrize("inside", [False, True])
+@pytest.mark.parametrize("name", ["", "part", "part.0"])
+@pytest.mark.parametrize("point", ["part", "part.0"])
+def test_a_part_that_is_compiled_before_or_in_the_session_runs_the_dictionary(name, point, inside, sae, x):
+    model, plain = Nested(), Nested()
+    with torch.no_grad(), th.splice(plain, {point: sae}, error=True):
+        with th.edit(plain, {f"{point}@latents": th.set(3.0, at=th.at[:, 0, 5])}):
+            expected = plain(x)
+    if not inside:
+        model.get_submodule(name).compile(backend="eager")
+    with torch.no_grad(), th.splice(model, {point: sae}, error=True):
+        if inside:
+            model.get_submodule(name).compile(backend="eager")
+        kept = [model(x) for _ in range(3)]
+        with th.edit(model, {f"{point}@latents": th.set(3.0, at=th.at[:, 0, 5])}):
+            found = [model(x) for _ in range(2)]
+    assert all(torch.equal(each, Nested()(x)) for each in kept)
+    assert all(torch.allclose(each, expected, atol=1e-6) for each in found)

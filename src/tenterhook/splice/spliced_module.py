@@ -217,8 +217,7 @@ class SplicedModule(ModuleProxy):
             return module(*args, **kwargs)
         if not compiling and may_be_checkpointed() and is_inside_checkpoint(own_frame(0)):
             raise SpliceError(CHECKPOINT.format(address=splice.address))
-        if not compiling:
-            self.calls.reached = True
+        self.calls.reached = True  # In a compiled graph too: Dynamo does it at each run.
         if self._argument is None:
             return self._replaced(splice, module(*args, **kwargs))
         value = self._argument.get(args, kwargs)

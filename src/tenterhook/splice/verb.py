@@ -14,7 +14,7 @@ from tenterhook.address.meanings import Beside, give_meanings, take_meanings
 from tenterhook.address.walk import walk
 from tenterhook.engine.action import Action, Binding, Context
 from tenterhook.engine.session import Session
-from tenterhook.errors import SpliceError
+from tenterhook.errors import ModelChanged, SpliceError
 from tenterhook.pytorch.module_calls import children_of
 from tenterhook.pytorch.wrappers import unwrapped, wrapped_name, wrappers_of
 from tenterhook.sites.module import argument
@@ -29,6 +29,10 @@ NO_DICTIONARY = (
     "reads the files of SAELens, sparsify and dictionary_learning."
 )
 ROOT = "the output of the whole model has no place for a dictionary: give a module inside it, such as {first!r}"
+REPLACED = (
+    "the module {path!r} was replaced or removed after this session was made; make the session again with "
+    "th.splice(...)"
+)
 TWICE = "there is a dictionary at {path!r} already; a module has one at a time"
 DEVICE = "at {address!r}: the dictionary is on {one}, and the module on {other}. Move it: dictionary.to({other!r})"
 
@@ -115,6 +119,8 @@ class Splicing(Session):
         point = place.point
         host = unwrapped(point.module)
         slots = _slots(self.model, host)
+        if not slots and host is not unwrapped(self.model):
+            raise ModelChanged(REPLACED.format(path=point.path))
         if not slots:
             first = next((path for path, _ in walk(self.model)[0] if path), "0")
             raise SpliceError(ROOT.format(first=first))
@@ -134,9 +140,8 @@ class Splicing(Session):
             children_of(parent)[name] = spliced
 
     def missed(self) -> list[list[Binding]]:
-        # A session without a run, such as one that lists points, misses nothing. In compiled code no call is seen.
-        watched = self._whole.reached and not self._compiles and not self.waits
-        return super().missed() if watched else []
+        # A session without a whole run, such as one that lists points, misses nothing.
+        return super().missed() if self._whole.reached else []
 
     def on_close(self) -> None:
         while self._slots:
