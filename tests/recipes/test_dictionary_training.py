@@ -253,6 +253,8 @@ def test_the_loss_that_a_transcoder_recovers_is_measured_at_its_output(tmp_path)
         return nn.functional.cross_entropy(output, labels).item()
 
     assert found.recovered(model, x, loss) == pytest.approx((without - spliced) / (without - plain), rel=1e-4)
+    with pytest.raises(th.RecipeError, match="is in training mode"):
+        found.recovered(nn.Sequential(*model, nn.Dropout(0.5)).train(), x, loss)
     with pytest.raises(th.RecipeError, match="with and without '2'"):
         found.recovered(model, x, lambda _: 1.0)
 

@@ -18,7 +18,7 @@ import tenterhook as th
 from tenterhook._text import counted
 from tenterhook.recipes._dictionary_loss import aux_loss, measure
 from tenterhook.recipes._figures import Pictured, new_figure
-from tenterhook.recipes._inputs import arguments
+from tenterhook.recipes._inputs import arguments, restful
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -80,8 +80,9 @@ class TrainedDictionary(Pictured):
             loss: a function from the model's output to one number.
 
         Raises:
-            RecipeError: the loss is the same without the value.
+            RecipeError: the loss is the same without the value, or the model is in training mode with dropout.
         """
+        restful(model)
         args, kwargs = arguments(inputs)
         target = self.options.get("target") or self.point
         with torch.no_grad():
@@ -274,7 +275,9 @@ class _Training:
         """Make the dictionary and the optimizer. The scale and the center are those of the first batch."""
         value, target = first
         options, kind = self.options, self.options["kind"]
-        self.scales = torch.stack([each.double().square().mean().rsqrt() for each in first])
+        # In double precision, because squares overflow; on the CPU, because some devices have none.
+        scales = [each.cpu().double().square().mean().rsqrt() for each in first]
+        self.scales = torch.stack(scales).to(self.device, torch.float32)
         self._wrong = ~self.scales.isfinite().all()  # Whether something was NaN or infinite so far.
         self._stop_if_not_finite()
         crosses = options["target"] is not None
@@ -445,7 +448,7 @@ class _Training:
         fits = {name: each.shape for name, each in weights.items()} == self._shapes()
         if not fits or not 0 < state["step"] <= self.steps:
             raise th.RecipeError(DAMAGED.format(folder=folder, why="its parts do not fit each other"))
-        if not torch.allclose(weights["scales"].double(), self.scales.cpu(), rtol=1e-6, atol=0):
+        if not torch.allclose(weights["scales"], self.scales.cpu(), rtol=1e-6, atol=0):
             raise th.RecipeError(OTHER_ROWS.format(folder=folder))
         self._fill(weights)
         self.step, self.history, self._dead = state["step"], state["history"], state["dead"]
