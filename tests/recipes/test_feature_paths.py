@@ -70,7 +70,30 @@ def test_scores_are_the_slopes_of_the_model_with_parts_held_constant(model, free
         assert float((ends[0] - ends[1]) / 2e-6) == pytest.approx(float(found.scores[0, source]), rel=1e-4)
 
 
+def test_points_may_be_arguments_meanings_and_transcoders(model):
+    one, other = dictionaries(16)
+    options = {"inputs": ids(0, 1, 4), "latents": [1, 2]}
+    expected = th.recipes.feature_edges(model, (FIRST, one), ("transformer.h.1", other), **options)
+    keys = ("transformer.h.0@resid", "transformer.h.2@resid_pre")
+    found = th.recipes.feature_edges(model, (keys[0], one), (keys[1], other), **options)
+    assert torch.allclose(found.scores, expected.scores)
+
+    pairs = [(f"transformer.h.{layer}.ln_2", f"transformer.h.{layer}.mlp") for layer in (0, 2)]
+    before, after = (f"{pair[1]}@latents" for pair in pairs)
+    found = th.recipes.feature_edges(model, (pairs[0], one), (pairs[1], other), **options)
+    step, seen = torch.zeros(1, 4, 24).double().requires_grad_(), []
+    with th.splice(model, {pairs[0]: one, pairs[1]: other}, error=True), th.record(model, before) as tape:
+        with th.edit(model, {before: th.add(step), after: seen.append}):
+            model(ids(0, 1, 4))
+    (slope,) = torch.autograd.grad(seen[0][..., 1].sum(), step)
+    assert torch.allclose(found.scores[0], (slope * tape[before]).flatten(0, -2).sum(0))
+
+
 def test_bad_input_is_named(model):
+    pair = [(FIRST, dictionaries(16)[0]), (LAST, dictionaries(16)[1])]
+    for options, message in (({"top": 0}, "top= is"), ({"latents": []}, "is empty"), ({"latents": [1.5]}, "no latent")):
+        with pytest.raises(th.RecipeError, match=message):
+            th.recipes.feature_edges(model, *pair, ids(0, 1, 4), **options)
     one, other = dictionaries(16)
     with pytest.raises(th.RecipeError, match="does it come first"):
         th.recipes.feature_edges(model, (LAST, one), (FIRST, other), ids(0, 1, 4))

@@ -1,6 +1,8 @@
 """Dictionaries and their files, beside the formulas of the libraries that write them."""
 
 import json
+import os
+import random
 
 import pytest
 import torch
@@ -59,6 +61,11 @@ def test_bad_options_are_errors():
         th.Dictionary(SIZE, WIDTH, kind="top")
     with pytest.raises(th.SpliceError, match="from 1 to 20; got None"):
         th.Dictionary(SIZE, WIDTH, kind="topk")
+    with pytest.raises(th.SpliceError, match="k= is for kind='topk'"):
+        th.Dictionary(SIZE, WIDTH, k=3)
+    for options in ({"size": 0, "width": WIDTH}, {"size": SIZE, "width": 2.5}, {"size": SIZE, "width": -1}):
+        with pytest.raises(th.SpliceError, match="is a positive int"):
+            th.Dictionary(**options)
     with pytest.raises(th.SpliceError, match="got 6 and 4"):
         th.Dictionary(SIZE, WIDTH, center=True, out=4)
 
@@ -79,6 +86,27 @@ def test_a_saved_dictionary_is_the_same_after_loading(kind, tmp_path):
     assert torch.equal(again(X), sae(X))
     assert again.notes["metadata"] == {"hook_name": "h.6"}
     assert not any(each.requires_grad for each in again.parameters())
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_any_dictionary_is_the_same_after_loading(seed, tmp_path):
+    rng = random.Random(seed)
+    kind = rng.choice(["relu", "topk", "batchtopk", "jumprelu", "gated"])
+    center, out = (True, SIZE) if rng.random() < 0.5 else (False, rng.choice([SIZE, 4]))
+    k = 3 if "topk" in kind else None
+    sae = th.Dictionary(SIZE, WIDTH, kind=kind, k=k, out=out, center=center, skip=rng.random() < 0.5).eval()
+    for each in sae.parameters():
+        torch.nn.init.normal_(each)
+    if hasattr(sae, "threshold"):
+        sae.threshold.data.fill_(0.4)
+    sae.to(rng.choice([torch.float32, torch.bfloat16, torch.float64]))
+    sae.save(tmp_path)
+    again, x = th.load_dictionary(tmp_path), X.to(sae.W_enc.dtype)
+    assert all(
+        torch.equal(tensor, again.state_dict()[name]) for name, tensor in sae.state_dict().items() if tensor.ndim
+    )
+    again, sae = again.double(), sae.double()
+    assert torch.allclose(again(x.double()), sae(x.double()))  # The weights may have other strides.
 
 
 def test_a_saved_transcoder_is_the_same_after_loading(tmp_path):
@@ -117,6 +145,25 @@ def test_saelens_jumprelu(tmp_path):
     sae = th.load_dictionary(write(tmp_path, {"architecture": "jumprelu", "apply_b_dec_to_input": False}, given))
     before = X @ given["W_enc"] + given["b_enc"]
     assert torch.equal(sae.encode(X), before.relu() * (before > given["threshold"]))
+
+
+def test_saelens_checkpoint_of_a_batchtopk_training(tmp_path):
+    given = weights(topk_threshold=torch.tensor(0.3, dtype=torch.float64))
+    config = {"architecture": "batchtopk", "k": 3.0, "rescale_acts_by_decoder_norm": True}
+    sae = th.load_dictionary(write(tmp_path, config, given))
+    norm = given["W_dec"].norm(dim=-1)
+    before = ((X - given["b_dec"]) @ given["W_enc"] + given["b_enc"]) * norm
+    latents = torch.where(before > 0.3, before, 0)
+    assert torch.allclose(sae.encode(X), latents, atol=1e-5)
+    assert torch.allclose(sae(X), latents / norm @ given["W_dec"] + given["b_dec"], atol=1e-4)
+
+
+def test_weights_of_several_dtypes_get_the_one_that_holds_all(tmp_path):
+    given = weights()
+    given["W_enc"] = given["W_enc"].half()
+    sae = th.load_dictionary(write(tmp_path, {"apply_b_dec_to_input": True}, given))
+    assert {each.dtype for each in sae.parameters()} == {torch.float32}
+    assert torch.allclose(sae.encode(X), ((X - given["b_dec"]) @ given["W_enc"].float() + given["b_enc"]).relu())
 
 
 def test_saelens_gated(tmp_path):
@@ -160,6 +207,10 @@ def learned(kind):
     if kind == "AutoEncoderTopK":
         f = topped(before.relu(), 3)
         return linear | {"b_dec": b_dec, "k": torch.tensor(3), "threshold": torch.tensor(-1.0)}, f, f @ dec.T + b_dec
+    if kind == "MatryoshkaBatchTopKSAE":
+        f = before.relu() * (before > 0.3)
+        given = {"W_enc": enc.T, "b_enc": b_enc, "W_dec": dec.T, "b_dec": b_dec, "k": torch.tensor(3)}
+        return given | {"threshold": torch.tensor(0.3), "group_sizes": torch.tensor([5, 15])}, f, f @ dec.T + b_dec
     if kind == "BatchTopKSAE":
         f = before.relu() * (before > 0.3)
         return linear | {"b_dec": b_dec, "k": torch.tensor(3), "threshold": torch.tensor(0.3)}, f, f @ dec.T + b_dec
@@ -179,7 +230,15 @@ def learned(kind):
 
 @pytest.mark.parametrize("file", ["ae.safetensors", "ae.pt"])
 @pytest.mark.parametrize(
-    "kind", ["AutoEncoder", "AutoEncoderTopK", "BatchTopKSAE", "JumpReluAutoEncoder", "GatedAutoEncoder"]
+    "kind",
+    [
+        "AutoEncoder",
+        "AutoEncoderTopK",
+        "BatchTopKSAE",
+        "MatryoshkaBatchTopKSAE",
+        "JumpReluAutoEncoder",
+        "GatedAutoEncoder",
+    ],
 )
 def test_dictionary_learning(kind, file, tmp_path):
     given, latents, found = learned(kind)
@@ -212,3 +271,54 @@ def test_folders_without_a_dictionary_are_errors(tmp_path):
     (tmp_path / "d" / "sae_weights.safetensors").write_bytes(b"no tensors")
     with pytest.raises(th.SpliceError, match="is damaged"):
         th.load_dictionary(tmp_path / "d")
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"activation_fn_str": "tanh-relu"}, "activation_fn='tanh-relu' is not supported"),
+        ({"normalize_activations": "constant_norm_rescale"}, "changes each value by its own size"),
+        ({"normalize_activations": "expected_average_only_in"}, "scales each value by a statistic of the data"),
+        ({"architecture": "topk", "k": "many"}, "is malformed: ValueError"),
+    ],
+)
+def test_saelens_options_that_change_the_latents_are_errors(config, message, tmp_path):
+    with pytest.raises(th.SpliceError, match=message):
+        th.load_dictionary(write(tmp_path, config, weights()))
+
+
+@pytest.mark.parametrize("name", ["signed", "embed_skip", "gram_lookup"])
+def test_sparsify_options_that_change_the_latents_are_errors(name, tmp_path):
+    given = weights()
+    tensors = {"encoder.weight": given["W_enc"].T, "encoder.bias": given["b_enc"], "W_dec": given["W_dec"]}
+    folder = write(tmp_path, {"k": 3, name: True}, tensors | {"b_dec": given["b_dec"]}, name="sae.safetensors")
+    with pytest.raises(th.SpliceError, match=f"{name}=True is not supported"):
+        th.load_dictionary(folder)
+
+
+class Command:
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return os.mkdir, (self.path,)
+
+
+def test_files_of_torch_with_other_things_than_tensors_are_errors(tmp_path):
+    (tmp_path / "config.json").write_text('{"trainer": {"dict_class": "AutoEncoder"}}')
+    for content in ({"bias": Command(str(tmp_path / "made"))}, torch.nn.Linear(2, 2), [1, 2], torch.ones(3)):
+        torch.save(content, tmp_path / "ae.pt")
+        with pytest.raises(th.SpliceError, match="other things than a dict of tensors"):
+            th.load_dictionary(tmp_path)
+    for content in (b"", b"no pickle"):
+        (tmp_path / "ae.pt").write_bytes(content)
+        with pytest.raises(th.SpliceError, match="is damaged"):
+            th.load_dictionary(tmp_path)
+    assert not (tmp_path / "made").exists()
+
+
+def test_reading_and_training_draw_no_random_numbers(tmp_path):
+    th.Dictionary(SIZE, WIDTH).save(tmp_path)
+    before = torch.get_rng_state()
+    th.load_dictionary(tmp_path)
+    assert torch.equal(torch.get_rng_state(), before)

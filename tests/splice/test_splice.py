@@ -259,6 +259,13 @@ def test_sessions_nest_and_close_in_any_order(model, sae, x):
     assert torch.equal(model(x), plain)
 
 
+def test_a_module_that_was_replaced_before_the_start_is_an_error(model, sae):
+    session = th.splice(model, {"h.1": sae})
+    model.h[1] = Block()
+    with pytest.raises(th.ModelChanged, match=r"the module 'h\.1' was replaced or removed"):
+        session.start()
+
+
 def test_a_failed_start_removes_what_was_installed(model, sae):
     before = names(model)
     with th.splice(model, {"h.1": sae}):
@@ -397,7 +404,7 @@ def test_an_encoder_that_returns_no_tensor_is_an_error(model, x):
         def decode(self, x):
             return x
 
-    with pytest.raises(th.SpliceError, match="needs one tensor of latents"), th.splice(model, {"h.1": Other()}):
+    with pytest.raises(th.SpliceError, match="needs one dense tensor of latents"), th.splice(model, {"h.1": Other()}):
         model(x)
 
 

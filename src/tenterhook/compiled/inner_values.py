@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 __all__ = ["TracedNode", "body_of"]
 
-ATTENTION = "tenterhook: the values of an attention call are observed and edited outside a graph"
+CALL = "tenterhook: values of an attention call, and single latents, are observed and edited outside a graph"
 NO_SOURCE = "tenterhook: operations of a function without source are observed one by one, outside a graph"
 
 
@@ -60,7 +60,7 @@ def body_of(patch: ForwardPatch, parts: tuple[TracedPart, ...]) -> Callable[...,
     for part in parts:
         for index, binding in enumerate(part.bound.inner):
             if binding.point.spot is not None and binding.point.spot.meaning is not None:
-                raise Untraceable(ATTENTION)
+                raise Untraceable(CALL)
             node.add(part.actions, binding)
             steps[binding] = (part, index, part.inner[index])
     if not node.rewrites:

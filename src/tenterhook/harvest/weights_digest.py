@@ -13,6 +13,8 @@ from torch import Tensor, nn
 
 from tenterhook._tensor_bytes import as_bytes
 from tenterhook._tree import tensors
+from tenterhook.address.walk import walk
+from tenterhook.pytorch.module_proxy import ModuleProxy
 
 __all__ = ["digest_of", "weights_of"]
 
@@ -21,17 +23,27 @@ PART = 16 << 20  # bytes that each thread copies from a GPU at a time
 
 
 def weights_of(model: nn.Module) -> str:
-    """Return a digest of all parameters and buffers in the state dict, with their names.
+    """Return a digest of all parameters and buffers in the state dict and in spliced dictionaries, with their names.
 
     It is computed again at each call, because a change of a weight through ``.data`` cannot be detected.
     """
-    weights = {name: tensor for key, value in model.state_dict().items() for name, tensor in _tensors_in(value, key)}
+    state = {**model.state_dict(), **_beside(model)}
+    weights = {name: tensor for key, value in state.items() for name, tensor in _tensors_in(value, key)}
     with ThreadPoolExecutor(HASHING) as pool:
         parts = list(pool.map(digest_of, weights.values()))
     lines = [f"{name} {part}\n" for name, part in zip(weights, parts, strict=True)]
     whole = xxhash.xxh3_128("".join(lines).encode()).hexdigest()
     spread = any(hasattr(tensor, "to_local") for tensor in weights.values())
     return _of_all_processes(whole) if spread else whole
+
+
+def _beside(model: nn.Module) -> dict[str, Any]:
+    """Return the state of the modules that run in the model for the time of a session, such as dictionaries."""
+    return {
+        f"{path}.{name}.{key}": value
+        for path, proxy in walk(model, as_built=True)[0] if isinstance(proxy, ModuleProxy)
+        for name, other in proxy.others() for key, value in other.state_dict().items()
+    }  # fmt: skip
 
 
 def _tensors_in(value: Any, name: str) -> Iterator[tuple[str, Tensor]]:

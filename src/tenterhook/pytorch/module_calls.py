@@ -41,6 +41,7 @@ __all__ = [
     "forward_hooks_of",
     "forward_pre_hooks_of",
     "frame_that_runs_hooks",
+    "has_actions",
     "hook_tables_of",
     "is_replica",
     "load_state_as",
@@ -91,6 +92,12 @@ GLOBAL_FORWARD_PRE_HOOKS: dict[Any, Any] = find("torch.nn.modules.module._global
 GLOBAL_BACKWARD_HOOKS: dict[Any, Any] = find("torch.nn.modules.module._global_backward_hooks", {})
 GLOBAL_BACKWARD_PRE_HOOKS: dict[Any, Any] = find("torch.nn.modules.module._global_backward_pre_hooks", {})
 WrappedHook: Any = find("torch.nn.modules.module._WrappedHook")
+
+
+def has_actions(module: nn.Module) -> bool:
+    """Return whether a call of the module does more than run the forward of its class."""
+    tables = (forward_hooks_of(module), forward_pre_hooks_of(module), GLOBAL_FORWARD_HOOKS, GLOBAL_FORWARD_PRE_HOOKS)
+    return "forward" in vars(module) or any(tables)
 
 
 def replace_forward_hooks(module: nn.Module, table: Any) -> None:

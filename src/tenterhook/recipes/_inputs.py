@@ -15,6 +15,7 @@ __all__ = [
     "each",
     "everywhere",
     "floats",
+    "latents_of",
     "lone",
     "one_point",
     "output_scores",
@@ -73,6 +74,17 @@ def one_point(model: nn.Module, point: Any) -> str:
         shown = ", ".join(found[:3])
         raise th.RecipeError(f"one point is needed; {point!r:.80} selects {len(found)}: {shown}, …")
     return found[0]
+
+
+def latents_of(given: Any, width: int) -> list[int]:
+    """Return the indices of latents that a user gave. Raise ``RecipeError`` if there is none, or no such latent."""
+    found = given.tolist() if isinstance(given, Tensor) else list(given) if isinstance(given, Iterable) else [given]
+    for each in found:
+        if type(each) is not int or not 0 <= each < width:
+            raise th.RecipeError(f"there is no latent {each!r:.40}; the dictionary has the latents 0 to {width - 1}")
+    if not found:
+        raise th.RecipeError("latents= is empty: give at least one, or leave it out")
+    return found
 
 
 def lone(value: Any, point: str, recipe: str = "", *, floating: bool = True) -> Tensor:

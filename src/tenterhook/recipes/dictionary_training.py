@@ -18,7 +18,7 @@ import tenterhook as th
 from tenterhook._text import counted
 from tenterhook.recipes._dictionary_loss import aux_loss, measure
 from tenterhook.recipes._figures import Pictured, new_figure
-from tenterhook.recipes._inputs import arguments
+from tenterhook.recipes._inputs import arguments, restful
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -29,6 +29,15 @@ Kind = Literal["topk", "batchtopk", "jumprelu", "relu"]
 KINDS = ("topk", "batchtopk", "jumprelu", "relu")
 LOOK = 50  # Steps between two looks at the device: the history, and which latents are dead.
 STATE, WEIGHTS = "training.json", "training.safetensors"
+PARTS = {"options": dict, "step": int, "loader": dict, "history": list, "dead": int}
+DAMAGED = "{folder} holds a damaged training: {why}. Remove the folder to begin again."
+NOT_FINITE = (
+    "row {row:,} of {point!r} has NaN or infinity, from which a dictionary cannot learn. Harvest again without it: "
+    "th.watch(model) finds the place in the model where it begins."
+)
+ALL_ZERO = "the rows of {point!r} in the first batch are all zero, so they have no scale"
+DIVERGED = "the loss became NaN or infinite before step {step:,}, with finite rows: try a smaller lr= than {lr:.3g}"
+OTHER_ROWS = "{folder} holds a training on other rows than those of this store: give another folder to to="
 OTHER = "{folder} holds the training of another dictionary, and only the same call can continue it: {what}"
 
 
@@ -63,19 +72,28 @@ class TrainedDictionary(Pictured):
     def recovered(self, model: nn.Module, inputs: Any, loss: Any) -> float:
         """Return the share of the loss that the dictionary recovers: 1 is that of the model, 0 that without the value.
 
+        The value is that of the point, or of ``target=`` for a transcoder.
+
         Args:
             model: the model from which the rows come.
             inputs: an input: a tensor, a tuple of arguments or a dict of keyword arguments.
             loss: a function from the model's output to one number.
+
+        Raises:
+            RecipeError: the loss is the same without the value, or the model is in training mode with dropout.
         """
+        restful(model)
         args, kwargs = arguments(inputs)
+        target = self.options.get("target") or self.point
         with torch.no_grad():
-            plain = loss(model(*args, **kwargs))
-            with th.splice(model, {self.point: self.dictionary}):
-                spliced = loss(model(*args, **kwargs))
-            with th.edit(model, {self.point: th.zero()}):
-                without = loss(model(*args, **kwargs))
-        return float((without - spliced) / (without - plain))
+            plain = float(loss(model(*args, **kwargs)))
+            with th.splice(model, {(self.point, target): self.dictionary}):
+                spliced = float(loss(model(*args, **kwargs)))
+            with th.edit(model, {target: th.zero()}):
+                without = float(loss(model(*args, **kwargs)))
+        if without == plain:
+            raise th.RecipeError(f"the loss is {plain:.6g} with and without {target!r}, so there is none to recover")
+        return (without - spliced) / (without - plain)
 
     def show(self, *, title: str = "") -> Figure:
         """Return a matplotlib figure of the history."""
@@ -161,6 +179,7 @@ def dictionary(  # noqa: PLR0913
     training = _Training(store, options, torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu")))
     folder = None if to is None else Path(to)
     if folder is not None:
+        _make(folder)
         training.load(folder)
     for _ in training.run(progress=progress):
         if folder is not None and training.step % save_every == 0:
@@ -172,32 +191,76 @@ def dictionary(  # noqa: PLR0913
     return TrainedDictionary(made, point, tuple(training.history), options)
 
 
+def _make(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise th.RecipeError(f"to={os.fspath(folder)!r} is no folder: {error}") from error
+
+
 def _check(store: Any, options: Mapping[str, Any], save_every: int) -> None:
     if not hasattr(store, "loader"):
         raise th.RecipeError(f"the store is what th.open(folder) returns; got a {type(store).__name__}")
     if options["kind"] not in KINDS:
         raise th.RecipeError(f"kind= is one of {', '.join(map(repr, KINDS))}; got {options['kind']!r:.40}")
-    for name in ("width", "batch_size", "k"):
-        if type(options[name]) is not int or options[name] < 1:
-            raise th.RecipeError(f"{name}= is a positive int; got {options[name]!r:.40}")
-    if options["k"] > options["width"]:
+    counts = {**options, "save_every": save_every}
+    for name in ("width", "batch_size", "k", "steps", "save_every"):
+        if (name, counts[name]) != ("steps", None) and (type(counts[name]) is not int or counts[name] < 1):
+            raise th.RecipeError(f"{name}= is a positive int; got {counts[name]!r:.40}")
+    if type(options["seed"]) is not int or not 0 <= options["seed"] < 2**63:
+        raise th.RecipeError(f"seed= is an int from 0; got {options['seed']!r:.40}")
+    for name in ("lr", "sparsity"):
+        if (name, options[name]) != ("lr", None) and not _is_number(options[name]):
+            raise th.RecipeError(f"{name}= is a finite number from 0; got {options[name]!r:.40}")
+    if options["kind"] != "relu" and options["k"] > options["width"]:
         raise th.RecipeError(f"k={options['k']} is more than the width, {options['width']}")
-    if save_every < 1 or (options["steps"] is not None and options["steps"] < 1):
-        raise th.RecipeError("steps= and save_every= are positive")
+    _check_rows(store, [options["point"], options["target"]])
+
+
+def _check_rows(store: Any, points: list[str | None]) -> None:
     if not len(store):
         raise th.RecipeError("the store has no rows yet")
-    for point in filter(None, (options["point"], options["target"])):
+    for point in filter(None, points):
         shape = list(store[point].shape)
         if len(shape) != 2 or not store[point].dtype.is_floating_point:  # noqa: PLR2004
             text = f"the rows of {point!r} are {shape[1:]} of {store[point].dtype}; floating-point vectors are needed"
             raise th.RecipeError(text)
 
 
+def _first_not_finite(column: Any) -> int | None:
+    """Return the first row of a column of a store that has NaN or infinity, or None."""
+    for start in range(0, len(column), 4096):
+        bad = ~column[start : start + 4096].isfinite().all(1)
+        if bad.any():
+            return start + int(bad.nonzero()[0, 0])
+    return None
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < math.inf
+
+
+def _read(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Return the state in a folder and its tensors. Raise ``RecipeError`` if the files are damaged."""
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    try:
+        state = json.loads((folder / STATE).read_text(encoding="utf-8"))
+        weights = load_file(folder / state["weights"])
+    except (OSError, ValueError, LookupError, TypeError, RecursionError, SafetensorError) as error:
+        raise th.RecipeError(DAMAGED.format(folder=folder, why=f"{type(error).__name__}: {error}")) from error
+    wrong = [name for name, kind in PARTS.items() if not isinstance(state.get(name), kind)]
+    if wrong:
+        raise th.RecipeError(DAMAGED.format(folder=folder, why=f"{STATE} has no valid {wrong[0]!r}"))
+    return state, weights
+
+
 class _Training:
     """The state of a training: weights, optimizer, the position in the data, and the history."""
 
     def __init__(self, store: Any, options: dict[str, Any], device: torch.device) -> None:
-        self.options, self.device = options, device
+        self._store, self.options, self.device = store, options, device
         points = [options["point"], *([options["target"]] if options["target"] else [])]
         size = min(options["batch_size"], len(store))
         self.loader = store.loader(*points, batch_size=size, seed=options["seed"], drop_last=True)
@@ -212,7 +275,11 @@ class _Training:
         """Make the dictionary and the optimizer. The scale and the center are those of the first batch."""
         value, target = first
         options, kind = self.options, self.options["kind"]
-        self.scales = torch.stack([each.square().sum(-1).mean().rsqrt() * math.sqrt(each.shape[1]) for each in first])
+        # In double precision, because squares overflow; on the CPU, because some devices have none.
+        scales = [each.cpu().double().square().mean().rsqrt() for each in first]
+        self.scales = torch.stack(scales).to(self.device, torch.float32)
+        self._wrong = ~self.scales.isfinite().all()  # Whether something was NaN or infinite so far.
+        self._stop_if_not_finite()
         crosses = options["target"] is not None
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(options["seed"])
@@ -222,12 +289,12 @@ class _Training:
             )  # fmt: skip
         made = made.to(self.device).train()
         with torch.no_grad():
-            made.b_dec.copy_((target * self.scales[1]).mean(0))
+            made.b_dec.copy_(self._scaled(target, 1).mean(0))
             if kind == "jumprelu":
                 made.k = options["k"]
                 made.threshold.fill_(0.1)
         self.made = made
-        rate = options["lr"] or 2e-3 / math.sqrt(max(options["width"], 2**8) / 2**8)
+        rate = options["lr"] if options["lr"] is not None else 2e-3 / math.sqrt(max(options["width"], 2**8) / 2**8)
         self.optimizer = torch.optim.Adam(made.parameters(), lr=rate, betas=(0.9, 0.999))
         self._rate = rate
         self._since = torch.zeros(options["width"], dtype=torch.long, device=self.device)
@@ -254,13 +321,31 @@ class _Training:
             return
         shown = sys.stderr.isatty() if progress is None else progress
         for value, target in self._batches():
-            self._one(value * self.scales[0], target * self.scales[1])
+            self._one(self._scaled(value, 0), self._scaled(target, 1))
             self.step += 1
             if shown and (self.step % LOOK == 0 or self.step == self.steps):
                 self._tell()
             yield
             if self.step >= self.steps:
                 break
+
+        self._stop_if_not_finite()
+
+    def _scaled(self, rows: Tensor, which: int) -> Tensor:
+        return rows * self.scales[which]
+
+    def _stop_if_not_finite(self) -> None:
+        """Raise ``RecipeError`` if a loss was NaN or infinite, or if the first batch has no scale."""
+        if not bool(self._wrong):
+            return
+        points = [each for each in (self.options["point"], self.options["target"]) if each is not None]
+        for point in points:
+            row = _first_not_finite(self._store[point])
+            if row is not None:
+                raise th.RecipeError(NOT_FINITE.format(row=row, point=point))
+        if self.step:
+            raise th.RecipeError(DIVERGED.format(step=self.step, lr=self._rate))
+        raise th.RecipeError(ALL_ZERO.format(point=points[int(self.scales[0].isfinite()) and -1]))
 
     def _tell(self) -> None:
         now = self.history[-1]
@@ -273,6 +358,7 @@ class _Training:
             group["lr"] = self._rate * min(1.0, (self.step + 1) / 20, 5 * (1 - done))
         found = measure(made, value, target, self.options["sparsity"], min(1.0, 5 * done))
         loss = found.loss
+        self._wrong = self._wrong | ~loss.isfinite()
         if self._dead:
             loss = loss + aux_loss(made, value, found.error, self._since > self._window, self._dead)
         self.optimizer.zero_grad()
@@ -301,6 +387,7 @@ class _Training:
         """Add an entry to the history. Only here a step waits for the device."""
         spread = (target - target.mean(0)).square().sum()
         dead = self._since > self._window
+        self._stop_if_not_finite()
         numbers = [loss, 1 - error.square().sum() / spread, active.sum(1).float().mean(), dead.float().mean()]
         names = ("loss", "explained", "l0", "dead")
         self.history.append(
@@ -322,8 +409,9 @@ class _Training:
         if "threshold" in weights:
             weights["threshold"] *= norms if made.kind == "jumprelu" else norms.mean()
         k = None if made.kind in ("relu", "jumprelu") else made.k
-        final = th.Dictionary(made.size, made.width, kind=made.kind, k=k, out=made.out, center=made.center)
-        final.to(self.device).load_state_dict(weights)
+        with torch.device("meta"):  # Random numbers for weights that are replaced would be drawn from the generator.
+            final = th.Dictionary(made.size, made.width, kind=made.kind, k=k, out=made.out, center=made.center)
+        final.load_state_dict(weights, assign=True)
         return final.requires_grad_(requires_grad=False).eval()
 
     # -- files ---------------------------------------------------------------------------------------------------------
@@ -332,7 +420,7 @@ class _Training:
         """Write the state. The JSON file is written last: it names the step of the weights."""
         from safetensors.torch import save_file
 
-        folder.mkdir(parents=True, exist_ok=True)
+        self._stop_if_not_finite()
         name = f"{self.step}-{WEIGHTS}"
         part = folder / f".{name}.part"
         save_file({key: tensor.detach().cpu().contiguous() for key, tensor in self._tensors().items()}, part)
@@ -350,23 +438,30 @@ class _Training:
 
     def load(self, folder: Path) -> None:
         """Continue from the state in a folder, if there is one. Raise ``RecipeError`` if it is of another training."""
-        from safetensors.torch import load_file
-
         if not (folder / STATE).exists():
             return
-        try:
-            state = json.loads((folder / STATE).read_text(encoding="utf-8"))
-            theirs = state["options"]
-            weights = load_file(folder / state["weights"])
-        except (OSError, ValueError, LookupError, TypeError) as error:
-            raise th.RecipeError(f"{folder} holds a damaged training: {type(error).__name__}: {error}") from error
+        state, weights = _read(folder)
+        theirs = state["options"]
         other = [f"{name}={theirs.get(name)!r}" for name, own in self.options.items() if theirs.get(name) != own]
         if other:
             raise th.RecipeError(OTHER.format(folder=folder, what=f"it has {', '.join(other)}"))
+        fits = {name: each.shape for name, each in weights.items()} == self._shapes()
+        if not fits or not 0 < state["step"] <= self.steps:
+            raise th.RecipeError(DAMAGED.format(folder=folder, why="its parts do not fit each other"))
+        if not torch.allclose(weights["scales"], self.scales.cpu(), rtol=1e-6, atol=0):
+            raise th.RecipeError(OTHER_ROWS.format(folder=folder))
         self._fill(weights)
         self.step, self.history, self._dead = state["step"], state["history"], state["dead"]
         if self.step < self.steps:
             self.loader.load_state_dict(state["loader"])
+
+    def _shapes(self) -> dict[str, torch.Size]:
+        """Return the names and shapes of the tensors of a state after the first step."""
+        found = {name: tensor.shape for name, tensor in self._tensors().items()}
+        for place, tensor in enumerate(self.made.parameters()):
+            shapes = {"step": torch.Size(), "exp_avg": tensor.shape, "exp_avg_sq": tensor.shape}
+            found |= {f"adam.{place}.{name}": shape for name, shape in shapes.items()}
+        return found
 
     def _tensors(self) -> dict[str, Tensor]:
         found = {f"made.{name}": tensor for name, tensor in self.made.state_dict().items()}

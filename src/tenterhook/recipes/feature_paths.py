@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import tenterhook as th
 from tenterhook._text import printable
-from tenterhook.recipes._inputs import arguments, one_point, restful
+from tenterhook.recipes._inputs import arguments, latents_of, one_point, restful
 
 __all__ = ["FeatureEdges", "feature_edges"]
 
@@ -51,8 +51,8 @@ class FeatureEdges:
 
 def feature_edges(
     model: nn.Module,
-    source: tuple[str, nn.Module],
-    target: tuple[str, nn.Module],
+    source: tuple[Any, nn.Module],
+    target: tuple[Any, nn.Module],
     inputs: Any,
     *,
     latents: Iterable[int] | None = None,
@@ -66,7 +66,8 @@ def feature_edges(
 
     Args:
         model: any ``nn.Module``.
-        source: the point of the earlier dictionary, and the dictionary.
+        source: the point of the earlier dictionary, and the dictionary. For a transcoder, the point is the pair of its
+            input point and its output point, as for :func:`tenterhook.splice`.
         target: the point of the later dictionary, and the dictionary.
         inputs: a tensor, a tuple of arguments or a dict of keyword arguments.
         latents: the latents of the later dictionary. By default the ``top`` with the largest values.
@@ -82,20 +83,26 @@ def feature_edges(
     wrong = [part for part in freeze if part not in PARTS]
     if wrong or isinstance(freeze, str):
         raise th.RecipeError(f"freeze= holds 'attention', 'mlp' or both, such as ['mlp']; got {freeze!r:.40}")
+    if type(top) is not int or top < 1:
+        raise th.RecipeError(f"top= is an int from 1; got {top!r:.40}")
     restful(model)
-    here, there = one_point(model, source[0]), one_point(model, target[0])
+    here, there = _module_at(model, source[0]), _module_at(model, target[0])
     args, kwargs = arguments(inputs)
-    with th.splice(model, {here: source[1], there: target[1]}, error=True):
+    with th.splice(model, {source[0]: source[1], target[0]: target[1]}, error=True):
         with torch.no_grad(), th.record(model, f"{here}@latents", f"{there}@latents") as tape:
             model(*args, **kwargs)
         before, after = tape[f"{here}@latents"], tape[f"{there}@latents"].flatten(0, -2)
         largest = after.amax(0).argsort(descending=True)[:top].tolist()
-        wanted = tuple(largest if latents is None else latents)
-        if any(not 0 <= each < after.shape[1] for each in wanted):
-            raise th.RecipeError(f"the dictionary at {there!r} has the latents 0 to {after.shape[1] - 1}")
+        wanted = tuple(largest if latents is None else latents_of(latents, after.shape[1]))
         slopes = _slopes(model, (args, kwargs), here, there, before, wanted, freeze)
     scores = torch.stack([(slope * before).flatten(0, -2).sum(0) for slope in slopes])
     return FeatureEdges(here, there, wanted, scores, after[:, list(wanted)].sum(0))
+
+
+def _module_at(model: nn.Module, key: Any) -> str:
+    """Return the path of the module whose meanings a splice at this key adds: that of the output point."""
+    point = key[1] if isinstance(key, tuple) and len(key) == 2 else key  # noqa: PLR2004
+    return th.points(model, one_point(model, point))[0].path
 
 
 def _slopes(

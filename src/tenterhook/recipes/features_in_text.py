@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import tenterhook as th
 from tenterhook._text import printable
+from tenterhook.recipes._inputs import latents_of
 
 __all__ = ["FeatureText", "FeatureTexts", "feature_texts"]
 
@@ -107,12 +108,12 @@ def feature_texts(
 
     Raises:
         NotRecorded: the point is not in the store.
+        RecipeError: an argument is wrong, or the dictionary is for another width.
     """
+    _check(dictionary, store, {"top": (top, 1), "around": (around, 0), "batch_size": (batch_size, 1)})
     values, rows, active = _best(dictionary, store[point], top, batch_size)
-    chosen = values.amax(0).argsort(descending=True)[:50].tolist() if latents is None else list(latents)
-    wrong = [each for each in chosen if not 0 <= each < values.shape[1]]
-    if wrong:
-        raise th.RecipeError(f"there is no latent {wrong[0]}; the dictionary has 0 to {values.shape[1] - 1}")
+    largest = values.amax(0).argsort(descending=True)[:50].tolist()
+    chosen = largest if latents is None else latents_of(latents, values.shape[1])
     texts = _Texts(dictionary, store, point, around, tokenizer)
     features = []
     for latent in chosen:
@@ -127,6 +128,18 @@ def feature_texts(
     return FeatureTexts(tuple(features), int((active == 0).sum()), len(store))
 
 
+def _check(dictionary: Any, store: Any, counts: dict[str, tuple[Any, int]]) -> None:
+    if not isinstance(dictionary, nn.Module) or not callable(getattr(dictionary, "encode", None)):
+        got = type(dictionary).__name__
+        text = f"a dictionary is an nn.Module with encode(), such as trained.dictionary; got a {got}"
+        raise th.RecipeError(text)
+    if not hasattr(store, "facts"):
+        raise th.RecipeError(f"the store is what th.open(folder) returns; got a {type(store).__name__}")
+    for name, (given, least) in counts.items():
+        if type(given) is not int or given < least:
+            raise th.RecipeError(f"{name}= is an int from {least}; got {given!r:.40}")
+
+
 @torch.no_grad()
 def _best(dictionary: Any, column: Any, top: int, batch_size: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return the largest values of each latent, ``[top, latent]``, their rows, and how often each is active."""
@@ -134,6 +147,7 @@ def _best(dictionary: Any, column: Any, top: int, batch_size: int) -> tuple[Tens
     active: Any = 0
     for start in range(0, len(column), batch_size):
         found = _encoded(dictionary, column[start : start + batch_size])
+        found = found.masked_fill(~found.isfinite(), -torch.inf)  # A row with NaN is not an activation.
         active = active + (found > 0).sum(0)
         own = found.topk(min(top, len(found)), dim=0)
         pair = own.values, own.indices + start
@@ -150,7 +164,11 @@ def _best(dictionary: Any, column: Any, top: int, batch_size: int) -> tuple[Tens
 @torch.no_grad()
 def _encoded(dictionary: Any, rows: Tensor) -> Tensor:
     like = next(iter(dictionary.parameters()), rows)
-    found: Tensor = dictionary.encode(rows.to(like.device, like.dtype))
+    try:
+        found: Tensor = dictionary.encode(rows.to(like.device, like.dtype))
+    except RuntimeError as error:
+        text = f"the {type(dictionary).__name__} cannot encode rows of shape {list(rows.shape)}: {error}"
+        raise th.RecipeError(text) from error
     return found
 
 

@@ -61,11 +61,9 @@ class Dictionary(nn.Module):
         skip: bool = False,
     ) -> None:
         super().__init__()
-        if kind not in get_args(Kind):
-            raise SpliceError(f"kind= is one of {', '.join(map(repr, get_args(Kind)))}; got {kind!r:.40}")
-        if kind in ("topk", "batchtopk") and (type(k) is not int or not 0 < k <= width):
-            raise SpliceError(f"kind={kind!r} needs k=, the number of active latents, from 1 to {width}; got {k!r:.40}")
         out = size if out is None else out
+        _check_sizes(size=size, width=width, out=out)
+        _check_kind(kind, k, width)
         if center and out != size:
             raise SpliceError(f"center=True needs an output of the input's size; got {size} and {out}")
         self.kind, self.k, self.center = kind, k, center
@@ -147,6 +145,21 @@ class Dictionary(nn.Module):
         k = f", k={self.k}" if self.k is not None else ""
         out = f", out={self.out}" if self.out != self.size else ""
         return f"{self.size}, {self.width}, kind={self.kind!r}{k}{out}"
+
+
+def _check_sizes(**sizes: Any) -> None:
+    for name, given in sizes.items():
+        if type(given) is not int or given < 1:
+            raise SpliceError(f"{name} is a positive int; got {given!r:.40}")
+
+
+def _check_kind(kind: Any, k: Any, width: int) -> None:
+    if kind not in get_args(Kind):
+        raise SpliceError(f"kind= is one of {', '.join(map(repr, get_args(Kind)))}; got {kind!r:.40}")
+    if kind not in ("topk", "batchtopk") and k is not None:
+        raise SpliceError(f"k= is for kind='topk' and kind='batchtopk'; got k={k!r:.40} with kind={kind!r}")
+    if kind in ("topk", "batchtopk") and (type(k) is not int or not 0 < k <= width):
+        raise SpliceError(f"kind={kind!r} needs k=, the number of active latents, from 1 to {width}; got {k!r:.40}")
 
 
 def top(values: Tensor, count: int) -> Tensor:

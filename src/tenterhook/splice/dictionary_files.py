@@ -6,8 +6,10 @@ dictionary_learning is read by ``torch.load(weights_only=True)``, which runs no 
 
 from __future__ import annotations
 
+import functools
 import json
 import os
+import pickle
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -44,6 +46,12 @@ NORMALIZED = (
     "{folder}: normalize_activations={how!r} scales each value by a statistic of the data, which the file does not "
     "hold. Fold it into the weights with SAELens and save again."
 )
+NORMALIZED_ROWS = (
+    "{folder}: normalize_activations={how!r} changes each value by its own size, which decode() needs again; a "
+    "Dictionary has no such step. th.splice takes the SAE that SAELens itself loads."
+)
+NO_TENSORS = "{file} is damaged, or holds other things than a dict of tensors; no other things are loaded"
+NOT_SUPPORTED = "{folder}: {name}={given!r} is not supported; the weights would give other latents without it"
 
 Made = tuple[dict[str, Any], dict[str, Tensor]]
 
@@ -79,11 +87,13 @@ def load_dictionary(
             try:
                 options, tensors = read(place, notes, _weights(place / weights))
                 made = _filled(options, tensors)
-            except (KeyError, TypeError, RuntimeError, AttributeError) as error:
+            except SpliceError:
+                raise
+            except (KeyError, TypeError, RuntimeError, AttributeError, ValueError) as error:
                 text = f"{place} is malformed: {type(error).__name__}: {error}"
                 raise SpliceError(text) from error
             made.notes = notes
-            return made.to(device=device, dtype=dtype)
+            return made.to(device=device, dtype=dtype or _common(made))
     shown = ", ".join(names[:8]) or ("nothing" if place.is_dir() else "not been found")
     raise SpliceError(NOT_FOUND.format(folder=place, names=shown))
 
@@ -101,7 +111,8 @@ def save(dictionary: Dictionary, folder: str | os.PathLike[str], notes: Mapping[
     if kind == "batchtopk":  # SAELens also saves one threshold for each latent, and calls the result a JumpReLU.
         tensors["threshold"] = tensors["threshold"].expand(dictionary.width).contiguous()
         kind = "jumprelu"
-    crosses = dictionary.out != dictionary.size or hasattr(dictionary, "W_skip")
+    # A transcoder does not subtract b_dec, so a centered dictionary with a linear path is an SAE with one.
+    crosses = not dictionary.center and (dictionary.out != dictionary.size or hasattr(dictionary, "W_skip"))
     architecture = {"relu": "standard"}.get(kind, kind)
     if crosses and kind in ("relu", "jumprelu"):
         skip = "skip_" if hasattr(dictionary, "W_skip") else ""
@@ -125,14 +136,18 @@ def save(dictionary: Dictionary, folder: str | os.PathLike[str], notes: Mapping[
 def _saelens(place: Path, notes: Mapping[str, Any], tensors: dict[str, Tensor]) -> Made:
     how = notes.get("normalize_activations", "none")
     if how not in ("none", None):
-        raise SpliceError(NORMALIZED.format(folder=place, how=how))
+        text = NORMALIZED if how == "expected_average_only_in" else NORMALIZED_ROWS
+        raise SpliceError(text.format(folder=place, how=how))
     name = notes.get("architecture", "standard")
     if name not in SAELENS:
         raise SpliceError(f"{place}: the architecture {name!r} is not supported; known are {', '.join(SAELENS)}")
     options: dict[str, Any] = {"kind": SAELENS[name], "center": "transcoder" not in name}
     options["center"] &= bool(notes.get("apply_b_dec_to_input", True))
     older = notes.get("activation_fn_kwargs") or {}
-    if name == "topk" or notes.get("activation_fn", notes.get("activation_fn_str")) == "topk":
+    activation = notes.get("activation_fn", notes.get("activation_fn_str")) or "relu"
+    if activation not in ("relu", "topk"):
+        raise SpliceError(NOT_SUPPORTED.format(folder=place, name="activation_fn", given=activation))
+    if name == "topk" or activation == "topk":
         options |= {"kind": "topk", "k": int(notes.get("k", older.get("k")))}
     if "scaling_factor" in tensors:  # Latents are multiplied by it before they are decoded.
         factor = tensors.pop("scaling_factor")
@@ -140,6 +155,8 @@ def _saelens(place: Path, notes: Mapping[str, Any], tensors: dict[str, Tensor]) 
             tensors["W_dec"] = tensors["W_dec"] * factor[:, None]
     if notes.get("rescale_acts_by_decoder_norm"):
         tensors = _by_norm(tensors)
+    if "topk_threshold" in tensors:  # A checkpoint of the training, which has one threshold for all latents.
+        tensors["threshold"] = tensors.pop("topk_threshold").to(tensors["b_enc"].dtype).expand(len(tensors["b_enc"]))
     return options, {("b_dec" if each == "b_dec_out" else each): tensor for each, tensor in tensors.items()}
 
 
@@ -147,6 +164,9 @@ def _sparsify(place: Path, notes: Mapping[str, Any], tensors: dict[str, Tensor])
     activation = notes.get("activation", "topk")
     if activation != "topk":
         raise SpliceError(f"{place}: the activation {activation!r} of sparsify is not supported; 'topk' is")
+    for name in ("signed", "embed_skip", "gram_lookup"):
+        if notes.get(name):
+            raise SpliceError(NOT_SUPPORTED.format(folder=place, name=name, given=notes[name]))
     options = {"kind": "topk", "k": int(notes["k"]), "center": not notes.get("transcode", False)}
     renamed = {"encoder.bias": "b_enc"}
     found = {renamed.get(name, name): tensor for name, tensor in tensors.items() if name != "encoder.weight"}
@@ -163,7 +183,8 @@ def _dictionary_learning(place: Path, notes: Mapping[str, Any], tensors: dict[st
     if name == "AutoEncoderTopK":
         found.pop("threshold", None)
         return {"kind": "topk", "k": int(k), "center": True}, found
-    if name == "BatchTopKSAE":
+    if name in ("BatchTopKSAE", "MatryoshkaBatchTopKSAE"):
+        found.pop("group_sizes", None)
         found["threshold"] = found["threshold"].reshape(())
         return {"kind": "batchtopk", "k": int(k), "center": True}, found
     if name == "GatedAutoEncoder":
@@ -204,9 +225,18 @@ def _filled(options: dict[str, Any], tensors: dict[str, Tensor]) -> Dictionary:
     return made.requires_grad_(requires_grad=False).eval()
 
 
+def _common(made: Dictionary) -> torch.dtype:
+    """Return the dtype of the weights, or the one to which several of them promote."""
+    found: torch.dtype = functools.reduce(torch.promote_types, (each.dtype for each in made.state_dict().values()))
+    return found
+
+
 def _weights(file: Path) -> dict[str, Tensor]:
     if file.suffix == ".pt":
-        return dict(torch.load(file, map_location="cpu", weights_only=True))
+        try:
+            return dict(torch.load(file, map_location="cpu", weights_only=True))
+        except (pickle.UnpicklingError, EOFError, RuntimeError, TypeError, ValueError) as error:
+            raise SpliceError(NO_TENSORS.format(file=file)) from error
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 

@@ -7,6 +7,7 @@ and the error are outputs of modules of their own, so they are ordinary points.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -15,15 +16,21 @@ from torch import Tensor, nn
 
 from tenterhook._tree import describe, replace_at, tensors
 from tenterhook.call_trace.digest import version
+from tenterhook.engine.action import Action
 from tenterhook.errors import SpliceError, TenterhookError
 from tenterhook.pytorch.checkpointing import is_inside_checkpoint, may_be_checkpointed
+from tenterhook.pytorch.module_calls import has_actions
+from tenterhook.pytorch.module_proxy import ContainerProxy, ModuleProxy, is_container
 from tenterhook.pytorch.python_code import own_frame
 from tenterhook.sites.module import MISSING, Argument
 from tenterhook.sites.threads import current
+from tenterhook.splice.dictionary import Dictionary
 
-__all__ = ["ErrorTerm", "Latents", "Splice", "SplicedModule"]
+__all__ = ["ErrorTerm", "Latents", "Splice", "SplicedModule", "spliced_module"]
 
-NO_TENSOR = "{address!r}: encode() of the {kind} returned {given}. A splice needs one tensor of latents, [..., width]."
+NO_TENSOR = (
+    "{address!r}: encode() of the {kind} returned {given}. A splice needs one dense tensor of latents, [..., width]."
+)
 OTHER_SHAPE = (
     "{address!r}: the value is {value}, and decode() of the {kind} returned {given}. The dictionary was made for "
     "another point or another model."
@@ -76,31 +83,33 @@ class Splice(nn.Module):
             return self._decoded(self.latents(encoded), source, value)
         clean = self._decoded(encoded, source, value)
         missing = value - clean
-        before = _version(encoded), _version(missing)
-        latents, error = self.latents(encoded), self.error(missing)
-        written = (_version(encoded), _version(missing)) != before  # An edit has changed them in place.
-        if latents is encoded and error is missing and not written:
+        latents, edited = _through(self.latents, encoded)
+        error, error_edited = _through(self.error, missing)
+        seen = latents is not encoded or error is not missing
+        differentiable = seen and torch.is_grad_enabled() and (latents.requires_grad or error.requires_grad)
+        if not (edited or error_edited or differentiable):
             return value
-        total: Tensor = (clean if latents is encoded and not written else self._decoded(latents, source, value)) + error
-        if written or latents.shape[:-1] != value.shape[:-1]:
-            return total
-        rows = _equal_rows(latents, encoded) & _equal_rows(error, missing)
-        kept: Tensor = _SameValue.apply(value, total, rows)  # type: ignore[no-untyped-call]
+        # Gradients of the latents need a path through them, even if their values are as before.
+        decoded = self._decoded_again(latents, source, value) if edited or differentiable else clean
+        rows = _equal_rows(latents, encoded, value) & _equal_rows(error, missing, value)
+        if not isinstance(self.dictionary, Dictionary):  # Its decode may mix rows.
+            rows = rows & _equal_rows(decoded, clean, value)
+        kept: Tensor = _SameValue.apply(value, decoded + error, rows)  # type: ignore[no-untyped-call]
         return kept
 
     def _encoded(self, source: Tensor) -> Tensor:
         given = _like(source, self.dictionary)
         latents = self._try("encode", lambda: self.dictionary.encode(given), source)  # type: ignore[operator]
-        if not isinstance(latents, Tensor):
-            text = NO_TENSOR.format(address=self.address, kind=self._kind, given=describe(latents))
+        if not isinstance(latents, Tensor) or latents.layout is not torch.strided:
+            sparse = "a sparse " if isinstance(latents, Tensor) else ""
+            text = NO_TENSOR.format(address=self.address, kind=self._kind, given=f"{sparse}{describe(latents)}")
             raise SpliceError(text)
         return latents
 
     def _decoded(self, latents: Tensor, source: Tensor, value: Tensor) -> Tensor:
         """Return the reconstruction, in the dtype of the value. A transcoder may have a linear path beside it."""
         found = self._try("decode", lambda: self.dictionary.decode(latents), latents)  # type: ignore[operator]
-        skip: Any = getattr(self.dictionary, "skip", None)
-        past = skip(_like(source, self.dictionary)) if callable(skip) else None
+        past = self._skipped(_like(source, self.dictionary))
         found = found if past is None else found + past
         if not isinstance(found, Tensor) or found.shape != value.shape:
             text = OTHER_SHAPE.format(
@@ -109,6 +118,29 @@ class Splice(nn.Module):
             raise SpliceError(text)
         return found.to(value.dtype)
 
+    def _decoded_again(self, latents: Tensor, source: Tensor, value: Tensor) -> Tensor:
+        """Return the reconstruction for other latents than the first ones."""
+        if torch.compiler.is_compiling():  # Dynamo cannot trace the handler.
+            return self._decoded(latents, source, value)
+        try:
+            return self._decoded(latents, source, value)
+        except SpliceError as error:
+            if not isinstance(error.__cause__, AttributeError):
+                raise
+        self._encoded(source)  # Some SAEs of SAELens store a norm in encode(), and delete it in decode().
+        return self._decoded(latents, source, value)
+
+    def _skipped(self, source: Tensor) -> Tensor | None:
+        """Return the part of the output that does not go through the latents, or None.
+
+        Transcoders of SAELens and sparsify have only its weight; their ``decode`` does not get the input.
+        """
+        skip: Any = getattr(self.dictionary, "skip", None)
+        if callable(skip):
+            return skip(source)  # type: ignore[no-any-return]
+        weight = getattr(self.dictionary, "W_skip", None)
+        return source @ weight.T if isinstance(weight, Tensor) else None
+
     def _try(self, verb: str, function: Callable[[], Any], given: Tensor) -> Any:
         if torch.compiler.is_compiling():  # Dynamo cannot trace the handler.
             return function()
@@ -116,7 +148,7 @@ class Splice(nn.Module):
             return function()
         except (TenterhookError, torch.OutOfMemoryError):
             raise
-        except (RuntimeError, ValueError, IndexError) as error:
+        except (RuntimeError, ValueError, IndexError, TypeError, AttributeError) as error:
             text = CANNOT.format(address=self.address, kind=self._kind, verb=verb, given=describe(given), error=error)
             raise SpliceError(text) from error
 
@@ -146,27 +178,37 @@ class _SameValue(torch.autograd.Function):
         return None, gradient, None
 
 
-class SplicedModule(nn.Module):
+class SplicedCall(Action):
+    """A requirement of the session: the spliced module is called."""
+
+    reached = False
+
+
+class SplicedModule(ModuleProxy):
     """A module with a splice at its output, or at one of its arguments."""
 
+    name_of_splice: str
+    calls: SplicedCall
+    _argument: Argument | None
+    _source: tuple[str, dict[str, Tensor]] | None
+
     def __init__(self, module: nn.Module, splice: Splice, argument: Argument | None) -> None:
-        super().__init__()
-        self.spliced = module
+        super().__init__(module)
         name = "splice"
         while hasattr(module, name):
             name += "_"
-        self.name_of_splice = name
-        self.add_module(name, splice)
-        self._argument = argument
-        self._source: tuple[str, dict[str, Any]] | None = None
-        self._thread = current.token
-        for each in (self, splice, splice.latents, getattr(splice, "error", None)):
-            if each is not None:  # Not train(), which would reach the module and the dictionary.
+        self.put_beside(name, splice)
+        own = self.__dict__  # Other attributes would be set at the wrapped module.
+        own["name_of_splice"], own["_argument"], own["_thread"] = name, argument, current.token
+        own["_source"], own["calls"] = None, SplicedCall()
+        for each in (splice, splice.latents, getattr(splice, "error", None)):
+            if each is not None:  # Not train(), which would reach the dictionary.
                 each.training = module.training
 
-    def read_from(self, address: str, seen: dict[str, Any]) -> None:
+    def read_from(self, address: str, seen: dict[str, Tensor]) -> None:
         """Take the input of the dictionary from ``seen``, where another point stores it under its address."""
         self._source = (address, seen)
+        getattr(self, self.name_of_splice).source = address  # A harvest compares it.
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         module, splice = self.spliced, getattr(self, self.name_of_splice)
@@ -175,6 +217,7 @@ class SplicedModule(nn.Module):
             return module(*args, **kwargs)
         if not compiling and may_be_checkpointed() and is_inside_checkpoint(own_frame(0)):
             raise SpliceError(CHECKPOINT.format(address=splice.address))
+        self.calls.reached = True  # In a compiled graph too: Dynamo does it at each run.
         if self._argument is None:
             return self._replaced(splice, module(*args, **kwargs))
         value = self._argument.get(args, kwargs)
@@ -191,36 +234,44 @@ class SplicedModule(nn.Module):
         return value if new is stream else replace_at(value, path, new)
 
     @staticmethod
-    def _read(address: str, source: str, seen: dict[str, Any]) -> Tensor:
-        value = next((tensor for _, tensor in tensors(seen.pop(source, None))), None)
+    def _read(address: str, source: str, seen: dict[str, Tensor]) -> Tensor:
+        value = seen.pop(source, None)
         if value is None:
             raise SpliceError(NOT_READ.format(address=address, source=source))
         return value
 
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the state of the wrapped module, so that the state of the model has no other names."""
-        return self.spliced.state_dict(*args, **kwargs)
 
-    def __getattr__(self, name: str) -> Any:
-        """Return an attribute of the wrapped module. The code of the model may read attributes of its layers."""
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(super().__getattr__("spliced"), name)
+class SplicedContainer(SplicedModule, ContainerProxy):
+    """A spliced module with items, such as ``nn.Sequential``."""
+
+
+def spliced_module(module: nn.Module, splice: Splice, argument: Argument | None) -> SplicedModule:
+    """Return a module that takes the place of another one and runs a splice."""
+    return (SplicedContainer if is_container(module) else SplicedModule)(module, splice, argument)
+
+
+def _through(point: nn.Module, value: Tensor) -> tuple[Tensor, bool]:
+    """Return what a point makes of a value, and whether it may be another value.
+
+    A point with actions gets a copy: an edit may write into it, and the value before the edit is needed too.
+    """
+    compiling = torch.compiler.is_compiling()
+    if not compiling and not has_actions(point):
+        return value, False
+    given = value.clone()
+    before = None if compiling or given.is_inference() else version(given)
+    found: Tensor = point(given)
+    return found, found is not given or before is None or version(given) != before
 
 
 def _like(value: Tensor, dictionary: nn.Module) -> Tensor:
     """Return a value in the dtype of the dictionary's parameters."""
-    dtype = next((each.dtype for each in dictionary.parameters() if each.is_floating_point()), value.dtype)
+    every = itertools.chain(dictionary.parameters(), dictionary.buffers())
+    dtype = next((each.dtype for each in every if each.is_floating_point()), value.dtype)
     return value.to(dtype)
 
 
-def _version(value: Tensor) -> int:
-    return 0 if torch.compiler.is_compiling() else version(value)
-
-
-def _equal_rows(new: Tensor, old: Tensor) -> Tensor:
-    """Return which rows of a value are the same as before an action, ``[..., 1]``."""
-    if new is old:
-        return new.new_ones((), dtype=torch.bool)
-    return (new == old).all(-1, keepdim=True)
+def _equal_rows(new: Tensor, old: Tensor, stream: Tensor) -> Tensor:
+    """Return which rows of the stream an action has not changed, ``[..., 1]``; or one answer for all rows."""
+    same = (new == old) | ((new != new) & (old != old))  # noqa: PLR0124  # NaN stays NaN.
+    return same.all(-1, keepdim=True) if new.shape[:-1] == stream.shape[:-1] else same.all()

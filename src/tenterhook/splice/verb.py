@@ -5,19 +5,20 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from torch import nn
+from torch import Tensor, nn
 
 import tenterhook.compiled.engine_api  # noqa: F401 - registers the support for compiled models
+from tenterhook._tree import tensors
 from tenterhook.address import Point, Site, resolve
 from tenterhook.address.meanings import Beside, give_meanings, take_meanings
 from tenterhook.address.walk import walk
 from tenterhook.engine.action import Action, Binding, Context
 from tenterhook.engine.session import Session
-from tenterhook.errors import SpliceError
+from tenterhook.errors import ModelChanged, SpliceError
 from tenterhook.pytorch.module_calls import children_of
 from tenterhook.pytorch.wrappers import unwrapped, wrapped_name, wrappers_of
 from tenterhook.sites.module import argument
-from tenterhook.splice.spliced_module import Splice, SplicedModule
+from tenterhook.splice.spliced_module import Splice, SplicedModule, spliced_module
 
 __all__ = ["Splicing", "splice"]
 
@@ -28,6 +29,10 @@ NO_DICTIONARY = (
     "reads the files of SAELens, sparsify and dictionary_learning."
 )
 ROOT = "the output of the whole model has no place for a dictionary: give a module inside it, such as {first!r}"
+REPLACED = (
+    "the module {path!r} was replaced or removed after this session was made; make the session again with "
+    "th.splice(...)"
+)
 TWICE = "there is a dictionary at {path!r} already; a module has one at a time"
 DEVICE = "at {address!r}: the dictionary is on {one}, and the module on {other}. Move it: dictionary.to({other!r})"
 
@@ -37,11 +42,15 @@ Slot = tuple[nn.Module, str, nn.Module]
 
 
 class Mount(NamedTuple):
-    """A dictionary, the point where its output goes, and the point of its input if that is another one."""
+    """A dictionary, the point where its output goes, and the point of its input if that is another one.
+
+    ``seen`` holds the value of that point until the dictionary reads it.
+    """
 
     point: Point
     source: Point | None
     dictionary: nn.Module
+    seen: dict[str, Tensor]
 
 
 def splice(model: nn.Module, dictionaries: Mapping[Any, nn.Module], *, error: bool = False) -> Splicing:
@@ -60,7 +69,8 @@ def splice(model: nn.Module, dictionaries: Mapping[Any, nn.Module], *, error: bo
 
     Args:
         model: any ``nn.Module``.
-        dictionaries: a dict of address to dictionary: any module with ``encode`` and ``decode``. For a transcoder, the
+        dictionaries: a dict of address to dictionary: any module with ``encode`` and ``decode``. If it has a method
+            ``skip`` or a weight ``W_skip``, that part of its input is added. For a transcoder, the
             key is the pair of its input point and its output point, such as ``("h.6.ln_2", "h.6.mlp")``.
         error: whether to add the difference between the value and its reconstruction. The outputs of the model are then
             bitwise those without the dictionaries, until latents or errors are edited.
@@ -71,6 +81,7 @@ def splice(model: nn.Module, dictionaries: Mapping[Any, nn.Module], *, error: bo
     Raises:
         SpliceError: an object is not a dictionary, or does not fit at its point. Widths are checked in the first run.
         AddressError: a point is not in the model.
+        NeverReached: when the session ends, if the model ran and a module with a dictionary did not.
     """
     given: Any = dictionaries
     if not isinstance(given, Mapping) or not given:
@@ -84,12 +95,20 @@ class Splicing(Session):
     verb = "splice"
 
     def __init__(self, model: nn.Module, places: list[Mount], *, error: bool) -> None:
-        self._seen: dict[str, Any] = {}
-        reads = [Binding(place.source, _Reads(self._seen)) for place in places if place.source is not None]
-        super().__init__(model, reads, [])
+        reads = [Binding(place.source, _Reads(place.seen)) for place in places if place.source is not None]
+        self._whole = _Returned()
+        whole = Binding(Point(":return", Site.RETURN, model, "", explicit=True), self._whole)
+        super().__init__(model, [*reads, whole], [])
         self._places, self._error = places, error
         self._slots: list[tuple[nn.Module, str, nn.Module, SplicedModule]] = []
         self._named: list[nn.Module] = []
+
+    def _wants_inside(self, path: str, layer: nn.Module) -> bool:
+        # An encoder on its fast path may give its layers nested tensors, which no dictionary can encode.
+        inside = f"{path}." if path else ""
+        return super()._wants_inside(path, layer) or any(
+            place.point.module is not layer and place.point.path.startswith(inside) for place in self._places
+        )
 
     def on_start(self) -> None:
         super().on_start()
@@ -100,6 +119,8 @@ class Splicing(Session):
         point = place.point
         host = unwrapped(point.module)
         slots = _slots(self.model, host)
+        if not slots and host is not unwrapped(self.model):
+            raise ModelChanged(REPLACED.format(path=point.path))
         if not slots:
             first = next((path for path, _ in walk(self.model)[0] if path), "0")
             raise SpliceError(ROOT.format(first=first))
@@ -108,14 +129,19 @@ class Splicing(Session):
         given = (
             None if point.site is Site.RETURN else argument(host, point.name if point.site is Site.ARGUMENT else None)
         )
-        spliced = SplicedModule(slots[0][2], Splice(place.dictionary, point.address, error=self._error), given)
+        spliced = spliced_module(slots[0][2], Splice(place.dictionary, point.address, error=self._error), given)
         if place.source is not None:
-            spliced.read_from(place.source.address, self._seen)
+            spliced.read_from(place.source.address, place.seen)
+        self.required.append([Binding(_output(point), spliced.calls)])
         self._named.append(host)
         give_meanings(host, _meanings(spliced))
         for parent, name, child in slots:
             self._slots.append((parent, name, child, spliced))  # First, so that an interrupt still undoes it.
             children_of(parent)[name] = spliced
+
+    def missed(self) -> list[list[Binding]]:
+        # A session without a whole run, such as one that lists points, misses nothing.
+        return super().missed() if self._whole.reached else []
 
     def on_close(self) -> None:
         while self._slots:
@@ -125,7 +151,8 @@ class Splicing(Session):
             self._slots.pop()
         while self._named:
             take_meanings(self._named.pop())
-        self._seen.clear()
+        for place in self._places:
+            place.seen.clear()
         super().on_close()
 
 
@@ -135,11 +162,30 @@ class _Reads(Action):
     observes = True
     again = True
 
-    def __init__(self, seen: dict[str, Any]) -> None:
+    def __init__(self, seen: dict[str, Tensor]) -> None:
         self._seen = seen
 
     def __call__(self, value: Any, context: Context) -> None:
-        self._seen[context.address] = value
+        self._seen.pop(context.address, None)
+        for _, tensor in tensors(value):
+            self._seen[context.address] = tensor.clone()  # The model may write into its own before it is read.
+            return
+
+
+class _Returned(Action):
+    """An action that notes that the model has run to its end."""
+
+    observes = True
+    compiled = "nothing"
+    reached = False
+
+    def __call__(self, value: Any, context: Context) -> None:  # noqa: ARG002  # named as in the protocol
+        self.reached = True
+
+
+def _output(point: Point) -> Point:
+    """Return the output of the module of a point."""
+    return Point(point.path, Site.RETURN, point.module, point.path, explicit=True)
 
 
 def _meanings(spliced: SplicedModule) -> dict[str, Beside]:
@@ -180,7 +226,7 @@ def _place(model: nn.Module, key: Any, dictionary: Any) -> Mount:
     if all(devices) and devices[0] != devices[1]:
         raise SpliceError(DEVICE.format(address=point.address, one=devices[0], other=devices[1]))
     source = _point(model, key[0], reads=True) if pair else None
-    return Mount(point, None if source is None or source == point else source, dictionary)
+    return Mount(point, None if source is None or source == point else source, dictionary, {})
 
 
 def _point(model: nn.Module, key: Any, *, reads: bool = False) -> Point:
