@@ -46,7 +46,11 @@ def measured(metric: Metric, output: Any, examples: int) -> Tensor:
 
 def floating(value: Any) -> Tensor:
     """Return a metric as a tensor of floating-point numbers, of which there is a mean."""
-    found = torch.as_tensor(value)
+    try:
+        found = torch.as_tensor(value)
+    except (TypeError, ValueError, RuntimeError) as error:
+        text = f"metric= gave a {type(value).__name__}; one number is needed, or a tensor with one for each example"
+        raise th.RecipeError(text) from error
     return found if found.is_floating_point() else found.to(torch.float32)
 
 

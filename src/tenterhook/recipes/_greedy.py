@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -35,6 +36,8 @@ def removed(task: Task, threshold: float, batch: int | None) -> Tensor:
     search = _Search(task, own, other, before, change, threshold, batch)
     order = sorted(range(len(graph.receivers)), key=lambda place: -graph.receivers[place].senders)
     now = float(start.mean())
+    if not math.isfinite(now):
+        raise th.RecipeError(f"the metric of the clean input is {now}; a finite number is needed")
     for place in order:
         now = search.receiver(place, patched, now)
     return patched

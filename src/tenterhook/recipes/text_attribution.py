@@ -356,7 +356,7 @@ class _Run:
         logits = _wide(_logits(output))  # In half precision, a log probability has two or three digits.
         logits = logits.log_softmax(-1) if self._score == "logprob" else logits
         found = logits.gather(1, at[..., None].expand(-1, -1, logits.shape[-1]))
-        return found.gather(2, tokens[..., None])[..., 0]  # type: ignore[no-any-return]
+        return found.gather(2, tokens[..., None])[..., 0]
 
     @property
     def tokens(self) -> int:
