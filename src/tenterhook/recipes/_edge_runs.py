@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 import tenterhook as th
-from tenterhook.recipes._inputs import arguments, lone
-from tenterhook.recipes._residual import Graph
+from tenterhook.recipes._inputs import arguments
+from tenterhook.recipes._residual import Graph, stream_tensor
 
 __all__ = ["Differentiated", "Runs", "floating", "measured", "recorded"]
 
@@ -59,7 +59,7 @@ def recorded(model: nn.Module, graph: Graph, given: Any, metric: Metric) -> tupl
     args, kwargs = arguments(given)
     with torch.no_grad(), th.record(model, *graph.points) as tape:
         output = model(*args, **kwargs)
-    values = {point: lone(tape[point], point) for point in graph.points}
+    values = {point: stream_tensor(tape[point], point) for point in graph.points}
     return values, measured(metric, output, next(iter(values.values())).shape[0]).detach()
 
 
@@ -117,7 +117,7 @@ class Runs:
         run = self._run
         if run is None:
             return None
-        tensor = old = value if isinstance(value, Tensor) and value.is_floating_point() else lone(value, point)
+        tensor = old = value if isinstance(value, Tensor) and value.is_floating_point() else stream_tensor(value, point)
         if run.differentiates and point == self._graph.embed:
             tensor = run.first(tensor)
         run.keep(point, tensor)
@@ -271,9 +271,12 @@ def _with_tensor(value: Any, old: Tensor, new: Tensor) -> Any:
 def _recorded(model: nn.Module, graph: Graph, given: Any, metric: Metric, way: Tensor | None) -> Differentiated:
     """Run the model forward and backward, with recordings that also hold for values that change in place."""
     args, kwargs = arguments(given)
-    first: Any = th.set(way.detach().requires_grad_()) if way is not None else None
-    if first is None:
-        first = lambda value: _with_tensor(value, lone(value, graph.embed), _leaf(lone(value, graph.embed)))  # noqa: E731
+
+    def start(value: Any) -> Any:
+        old = stream_tensor(value, graph.embed)
+        return _with_tensor(value, old, old + torch.zeros_like(old).requires_grad_())
+
+    first: Any = start if way is None else th.set(way.detach().requires_grad_())
     kept = dict.fromkeys((*graph.points, *graph.streams))
     with (
         th.edit(model, {graph.embed: first}),
@@ -282,9 +285,5 @@ def _recorded(model: nn.Module, graph: Graph, given: Any, metric: Metric, way: T
     ):
         value, alone = _number(metric, model(*args, **kwargs))
         tape.backward(value)
-    gradients = {point: lone(tape.grad[point], point) for point in graph.consumers if point in tape.grad}
-    return Differentiated({point: lone(values[point], point) for point in kept}, gradients, alone)
-
-
-def _leaf(tensor: Tensor) -> Tensor:
-    return tensor + torch.zeros_like(tensor).requires_grad_()
+    gradients = {point: stream_tensor(tape.grad[point], point) for point in graph.consumers if point in tape.grad}
+    return Differentiated({point: stream_tensor(values[point], point) for point in kept}, gradients, alone)

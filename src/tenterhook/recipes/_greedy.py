@@ -13,7 +13,8 @@ from tenterhook.recipes._circuit_run import patching_edits
 from tenterhook.recipes._edge_batch import case, through_norm
 from tenterhook.recipes._edge_products import differences
 from tenterhook.recipes._edge_runs import measured, recorded
-from tenterhook.recipes._inputs import arguments, lone
+from tenterhook.recipes._inputs import arguments
+from tenterhook.recipes._residual import stream_tensor
 
 if TYPE_CHECKING:
     from tenterhook.recipes._circuit_task import Task
@@ -31,7 +32,7 @@ def removed(task: Task, threshold: float, batch: int | None) -> Tensor:
     streams = dict.fromkeys((*graph.streams, *graph.consumers))
     with torch.no_grad(), th.record(task.model, *streams) as tape:
         task.model(*args, **kwargs)
-    before = {point: lone(tape[point], point) for point in streams}
+    before = {point: stream_tensor(tape[point], point) for point in streams}
     patched = torch.zeros_like(graph.exists)
     search = _Search(task, own, other, before, change, threshold, batch)
     order = sorted(range(len(graph.receivers)), key=lambda place: -graph.receivers[place].senders)
