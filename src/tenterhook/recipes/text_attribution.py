@@ -429,6 +429,7 @@ def _rollout(run: _Run) -> Tensor:
         if pattern.shape[-2:] != (tokens, tokens):
             why = f"{point!r} is {list(pattern.shape[-2:])} and not [{tokens}, {tokens}]."
             raise th.RecipeError(NO_PATTERN.format(kind=kind, why=why))
+        pattern = pattern / pattern.sum(-1, keepdim=True)  # With attention sinks, the sum is less than 1.
         mixed = (pattern + torch.eye(pattern.shape[-1], device=pattern.device)) / 2
         found = mixed if found is None else mixed @ found
     at = run.at[..., None].expand(-1, -1, found.shape[-1])
