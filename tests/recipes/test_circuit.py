@@ -772,3 +772,17 @@ def test_options_that_make_no_sense_are_named(model):
             edges(model, metric=lambda _output, value=value: value)
     with pytest.raises(th.RecipeError, match="have no examples"):
         circuit.edges(model, CLEAN[:0], CORRUPT[:0], metric=metric)
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+@pytest.mark.parametrize("method", ["eap", "eap-ig"])
+def test_compiled_models_have_the_same_edges(method, in_place):
+    model = gpt2(1)
+    expected = edges(model, method, steps=2)
+    if in_place:
+        model.compile(backend="eager")
+    else:
+        model = torch.compile(model, backend="eager")
+    model(CLEAN)
+    assert torch.allclose(edges(model, method, steps=2).scores, expected.scores, atol=1e-6)
+    torch._dynamo.reset()

@@ -182,6 +182,14 @@ def test_a_padded_batch_of_a_tokenizer_is_its_texts(model, side):
         th.recipes.text(model, tokenizer, {"attention_mask": torch.ones(1, 2)}, outputs)
 
 
+def test_each_text_may_be_an_encoding_of_its_own(model):
+    texts, outputs = ["4 9", "2 7 11 3"], ["3 8", "5"]
+    expected = th.recipes.text(model, Words(), texts, outputs, method="gradient")
+    found = th.recipes.text(model, Words(), [Words()(text) for text in texts], np.array(outputs), method="gradient")
+    assert (found.prompts, found.outputs) == (expected.prompts, expected.outputs)
+    assert all(map(torch.equal, found.values, expected.values))
+
+
 FORMS = {
     "array": np.array,
     "list of numpy integers": lambda ids: list(np.array(ids)),

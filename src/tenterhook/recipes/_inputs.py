@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -15,6 +16,7 @@ from tenterhook.recipes._layers import BATCH_NORMS, DROPOUTS
 __all__ = [
     "arguments",
     "each",
+    "eager",
     "everywhere",
     "floats",
     "lone",
@@ -144,6 +146,15 @@ def restful(model: nn.Module) -> None:
                 f"the model is in training mode, where {name!r} ({type(module).__name__}) {does}.\n"
                 "Call model.eval() first."
             )
+
+
+def eager() -> contextlib.AbstractContextManager[Any]:
+    """Return a context in which compiled models run without compiled code.
+
+    There, each set of edits would be compiled, and edits that look at gradients would see none.
+    """
+    is_loaded = "torch._dynamo" in sys.modules  # If not, nothing is compiled, and loading it takes a second.
+    return torch.compiler.set_stance("force_eager") if is_loaded else contextlib.nullcontext()
 
 
 @contextlib.contextmanager

@@ -42,7 +42,7 @@ from tenterhook.recipes._edge_runs import Runs, recorded
 from tenterhook.recipes._edge_scores import exact_scores, gradient_scores
 from tenterhook.recipes._figures import Pictured
 from tenterhook.recipes._greedy import removed
-from tenterhook.recipes._inputs import steady
+from tenterhook.recipes._inputs import eager, steady
 from tenterhook.recipes._residual_find import Nodes
 
 if TYPE_CHECKING:
@@ -361,9 +361,8 @@ def edges(  # noqa: PLR0913
         else:
             parts, how = steps if method == "eap-ig" else 0, ()
             with Runs(model, task.graph) as runs:
-                scores = torch.cat(
-                    [gradient_scores(runs, task.graph, source, base, metric, parts) for source, base in ways]
-                )
+                found = [gradient_scores(runs, task.graph, source, base, metric, parts) for source, base in ways]
+            scores = torch.cat(found)
     names = tuple(sender.name for sender in task.graph.senders)
     heard = tuple(receiver.name for receiver in task.graph.receivers)
     check_scores(scores, names, heard)
@@ -372,8 +371,9 @@ def edges(  # noqa: PLR0913
 
 @contextlib.contextmanager
 def _quiet(model: nn.Module, modules: list[nn.Module]) -> Iterator[None]:
-    """Leave inference mode, where there are no gradients, and refuse random runs of a model in training mode."""
+    """Run without compiled code, and outside inference mode. Refuse random runs of a model in training mode."""
     with contextlib.ExitStack() as stack:
+        stack.enter_context(eager())
         if torch.is_inference_mode_enabled():
             stack.enter_context(torch.inference_mode(mode=False))
         if any([module.training for module in modules]):  # noqa: C419  A list is faster; there may be thousands.

@@ -205,6 +205,8 @@ class _Texts:
         self.named_outputs = tuple(tuple(map(self._name, each.tolist())) for each in outputs)
 
     def _ids(self, given: Any, *, special: bool) -> Tensor:
+        if isinstance(given, Mapping) and len(texts := _without_padding(given)) == 1:
+            given = texts[0]
         if not isinstance(given, str):
             return _as_ids(given)
         if not callable(self._tokenizer):
@@ -251,9 +253,9 @@ def _listed(given: Any) -> list[Any]:
         return [given]
     if isinstance(given, Mapping):
         return _without_padding(given)
-    if isinstance(given, Tensor) or hasattr(given, "__array__"):
-        rows = torch.as_tensor(given)
-        return [rows] if rows.dim() < 2 else list(rows)  # noqa: PLR2004
+    if isinstance(given, Tensor):
+        return [given] if given.dim() < 2 else list(given)  # noqa: PLR2004
+    given = given.tolist() if hasattr(given, "__array__") else given  # Of numbers or of texts.
     try:
         found = list(given)
     except TypeError as error:
