@@ -160,10 +160,10 @@ def eager() -> contextlib.AbstractContextManager[Any]:
 @contextlib.contextmanager
 def steady(model: nn.Module) -> Iterator[None]:
     """Raise ``RecipeError`` if :func:`restful` does, or if the model is in training mode and the block is random."""
-    restful(model)
     if not any(module.training for module in model.modules()):
         yield
         return
+    restful(model)
     device = next((each.device for each in model.parameters() if each.is_cuda), None)
     before, failed = _random_state(device), None
     try:

@@ -24,7 +24,7 @@ from tenterhook.recipes._readout import Readout, readout
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["Kind", "Lens", "Stream", "TunedLens", "batches_of", "logit_lens", "stream_values", "tuned_lens"]
+__all__ = ["Kind", "Lens", "StreamValues", "TunedLens", "batches_of", "logit_lens", "stream_values", "tuned_lens"]
 
 Kind = Literal["logit", "tuned", "jacobian"]
 
@@ -154,7 +154,7 @@ class TunedLens(nn.Module):
         settings = {"norm": self.norm, "head": self.head, "at": at}
         return Lens(self.points, scores, stream.final, self.kind, settings, stream.mask)
 
-    def loss(self, reads: Readout, stream: Stream) -> Tensor:
+    def loss(self, reads: Readout, stream: StreamValues) -> Tensor:
         """Return KL(final ‖ lens), averaged over points and over positions that are no padding."""
         aim = stream.final.float().log_softmax(-1)
         terms = [
@@ -233,7 +233,7 @@ def batches_of(batches: Any, purpose: str) -> list[Any]:
 
 
 @dataclass(frozen=True)
-class Stream:
+class StreamValues:
     """The values at points of the stream, the model's scores, and which positions are no padding (None: all)."""
 
     values: list[Tensor]
@@ -241,7 +241,7 @@ class Stream:
     mask: Tensor | None
 
 
-def stream_values(model: nn.Module, inputs: Any, points: Sequence[str], reads: Readout, at: Any) -> Stream:
+def stream_values(model: nn.Module, inputs: Any, points: Sequence[str], reads: Readout, at: Any) -> StreamValues:
     """Return the values at points of the stream, and the model's scores."""
     args, kwargs = given.arguments(inputs)
     with torch.no_grad(), th.record(model, *points, reads.stream) as tape:
@@ -254,9 +254,9 @@ def stream_values(model: nn.Module, inputs: Any, points: Sequence[str], reads: R
             raise th.RecipeError(f"{text}. Choose points of that stream, such as the outputs of the blocks.")
     mask = _mask(kwargs.get("attention_mask"), end)
     if at is None:
-        return Stream(values, final, mask)
+        return StreamValues(values, final, mask)
     cut = None if mask is None else mask[..., None].expand(end.shape)[at][..., 0]
-    return Stream([value[at] for value in values], final[at], cut)
+    return StreamValues([value[at] for value in values], final[at], cut)
 
 
 def _mask(given: Any, stream: Tensor) -> Tensor | None:
