@@ -332,3 +332,12 @@ def test_mixtures_of_experts_have_exact_edges(name, nodes):
         slope = (patched(receiver, 0.01) - patched(receiver, -0.01)) / 0.02
         torch.testing.assert_close(exact.scores[:, *place], truth, atol=1e-5, rtol=1e-4)
         torch.testing.assert_close(slopes.scores[:, *place], slope, atol=2e-3, rtol=1e-2)
+
+
+def test_a_scale_that_changes_after_the_first_search_counts():
+    model, other = made("granite"), made("granite")
+    edges(model)
+    for each in (model, other):
+        for layer in each.model.layers:
+            layer.residual_multiplier = 0.7
+    assert torch.allclose(edges(model).scores, edges(other).scores)

@@ -63,10 +63,14 @@ def graph_of(
 
 
 class _State:
-    """The modules of a model and its parameters with their versions. If they change, its graph may change too."""
+    """The modules of a model, their numbers, and its parameters with their versions.
+
+    If they change, its graph may change too: some layers multiply what they add to the stream by a number.
+    """
 
     def __init__(self, modules: list[nn.Module]) -> None:
         self._modules = list(map(ref, modules))
+        self._numbers = _numbers(modules)
         self._owned = [
             (ref(module), name, ref(each), _version(each))
             for module in modules for name, each in module.named_parameters(recurse=False)
@@ -74,13 +78,17 @@ class _State:
 
     def holds(self, modules: list[nn.Module]) -> bool:
         """Return whether nothing has changed."""
-        if [each() for each in self._modules] != modules:
+        if [each() for each in self._modules] != modules or _numbers(modules) != self._numbers:
             return False
         for module, name, known, version in self._owned:
             now = getattr(module(), name, None)
             if now is not known() or _version(now) != version:
                 return False
         return True
+
+
+def _numbers(modules: list[nn.Module]) -> list[float]:
+    return [value for module in modules for value in module.__dict__.values() if type(value) is float]
 
 
 def _version(parameter: Any) -> int:
