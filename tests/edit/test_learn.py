@@ -455,3 +455,35 @@ def test_the_loss_must_depend_on_the_edit():
 
     with pytest.raises(th.EditError, match="does not depend on the edit at 'a'"):
         learned(Beside(), {"a": th.add(torch.zeros(2))}, [(torch.randn(6, 4), torch.ones(6, 2))])
+
+
+class Stream(nn.Module):
+    """A stream in float32, also inside autocast."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.stream, self.b = nn.Linear(8, 8), nn.Identity(), nn.Linear(8, 2)
+
+    def forward(self, x):
+        return self.b(self.stream(x + self.a(x)))
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_the_search_inside_autocast_is_that_outside(form):
+    """Autocast keeps what it has made of a tensor, and a step changes the tensor."""
+    make, _, shapes, _ = FORMS[form]
+    torch.manual_seed(1)
+    model, x, source, wanted = Stream().eval(), torch.randn(16, 8), torch.randn(16, 8), torch.ones(16, 2)
+    start = make(*(torch.randn(shape) for shape in shapes))
+    pair = (x, source, wanted) if form == "rotate" else (x, wanted)
+
+    def search():
+        return learned(
+            model, {"stream": start}, [pair], steps=60, loss=lambda output, target: mse(output.float(), target)
+        ).losses
+
+    expected = search()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = search()
+    assert expected[-1] < 0.95 * expected[0]
+    assert found[-1] == pytest.approx(expected[-1], rel=0.03)

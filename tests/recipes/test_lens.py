@@ -293,3 +293,14 @@ def test_options_that_make_no_sense_are_named():
     for lens in LENSES.values():
         with pytest.raises(th.RecipeError, match="scores are not finite"):
             lens(model, [tokens])
+
+
+def test_a_tuned_lens_learns_inside_autocast():
+    """Autocast keeps what it has made of a map, and a step changes the map."""
+    model, tokens = lm_toys.gpt2(), lm_toys.ids(0, 4, 6)
+    options = {"points": "transformer.h.*", "epochs": 20, "lr": 0.01}
+    expected = th.recipes.tuned_lens(model, [tokens], **options).losses
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = th.recipes.tuned_lens(model, [tokens], **options).losses
+    assert expected[-1] < 0.5 * expected[0]
+    assert found[-1] == pytest.approx(expected[-1], rel=0.1)

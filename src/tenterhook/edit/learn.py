@@ -182,6 +182,7 @@ def _descend(optimizer: torch.optim.Optimizer, parts: dict[str, _Part], value: T
             raise EditError(NOT_REACHED.format(address=address))
         leaf.grad = gradient
     optimizer.step()
+    torch.clear_autocast_cache()  # Inside autocast, the next step would use the tensors of the first one.
 
 
 class _Part:

@@ -215,6 +215,7 @@ def tuned_lens(
                 for parameter, grad in zip(own, torch.autograd.grad(loss, own), strict=True):
                     parameter.grad = grad
                 optimizer.step()
+                torch.clear_autocast_cache()  # Inside autocast, the next step would use the maps of the first one.
                 lens.losses.append(float(loss.detach()))
     if not all(bool(parameter.isfinite().all()) for parameter in own):
         first = next((step for step, value in enumerate(lens.losses) if not math.isfinite(value)), len(lens.losses))
