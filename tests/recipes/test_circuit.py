@@ -786,3 +786,31 @@ def test_compiled_models_have_the_same_edges(method, in_place):
     model(CLEAN)
     assert torch.allclose(edges(model, method, steps=2).scores, expected.scores, atol=1e-6)
     torch._dynamo.reset()
+
+
+class Named(nn.Module):
+    """A model whose output is a dict or a tuple."""
+
+    def __init__(self, kind):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.a, self.head, self.kind = nn.Linear(4, 8), nn.Linear(8, 8), nn.Linear(8, 3), kind
+
+    def forward(self, x):
+        stream = self.embed(x)
+        out = self.head(stream + self.a(stream)).tanh()
+        return {"plain": out, "dict": {"y": out, "n": 3}, "tuple": (3, out)}[self.kind]
+
+
+@pytest.mark.parametrize("method", ["eap", "eap-ig", "exact"])
+@pytest.mark.parametrize("kind", ["dict", "tuple"])
+def test_the_output_may_have_any_form(kind, method):
+    one, other = torch.randn(2, 5, 4)
+    nodes = {"embed": (None, "embed"), "a": ("a:in", "a"), "out": ("head:in", None)}
+    options = {"nodes": nodes, "method": method, "progress": False}
+    expected = circuit.edges(Named("plain"), one, other, metric=lambda out: out[:, 0], **options)
+    part = "y" if kind == "dict" else 1
+    found = circuit.edges(Named(kind), one, other, metric=lambda out: out[part][:, 0], **options)
+    assert torch.allclose(found.scores, expected.scores, atol=1e-6)
+    assert found.scores.shape[0] == 5
+    assert found.prune(3).faithfulness() == pytest.approx(1)

@@ -153,8 +153,9 @@ class Runs:
         try:
             # Parameters get no gradients here: the backward pass ends at the consumers.
             with torch.inference_mode(mode=False), torch.enable_grad():
-                value, alone = _number(metric, self._model(*args, **kwargs))
+                output = self._model(*args, **kwargs)
                 run.check(self._graph.valued)
+                value, alone = _number(metric, output, run.kept((self._graph.embed,))[self._graph.embed])
                 found = run.gradients(value)
         finally:
             self._run = None
@@ -242,9 +243,9 @@ class _Run:
         return {point: each for point, each in zip(self._views, found, strict=True) if each is not None}
 
 
-def _number(metric: Metric, output: Any) -> tuple[Tensor, bool]:
+def _number(metric: Metric, output: Any, stream: Tensor) -> tuple[Tensor, bool]:
     """Return the sum of the metric over the examples, and whether it is one number for all of them."""
-    found = measured(metric, output, next(iter(_leading(output)), 1))
+    found = measured(metric, output, next(iter(_leading(output)), len(stream)))
     value = found.sum()
     if not value.requires_grad:
         raise th.RecipeError(CONSTANT.format(value=f"{value.item():.4g}"))
@@ -283,7 +284,8 @@ def _recorded(model: nn.Module, graph: Graph, given: Any, metric: Metric, way: T
         th.record(model, *kept) as values,
         th.record(model, *graph.consumers, grad=True) as tape,
     ):
-        value, alone = _number(metric, model(*args, **kwargs))
+        output = model(*args, **kwargs)
+        value, alone = _number(metric, output, stream_tensor(values[graph.embed], graph.embed))
         tape.backward(value)
     gradients = {point: stream_tensor(tape.grad[point], point) for point in graph.consumers if point in tape.grad}
     return Differentiated({point: stream_tensor(values[point], point) for point in kept}, gradients, alone)
