@@ -294,6 +294,7 @@ def test_a_glob_learns_an_edit_for_each_of_its_points():
     named = learned(model, {str(place): th.add(torch.zeros(4)) for place in range(3)}, [(x, wanted)]).edits
     assert found == named
     assert len({tuple(each.value.tolist()) for each in found.values()}) == 3
+    assert list(learned(model, {"{2..2}": th.add(torch.zeros(4))}, [(x, wanted)]).edits) == ["2"]
     with pytest.raises(th.EditError, match="'1' is selected twice"):
         learned(model, {"*": th.add(torch.zeros(4)), "1:return": th.add(torch.zeros(4))}, [(x, wanted)])
 

@@ -314,7 +314,8 @@ def _by_point(model: nn.Module, edits: Any) -> dict[str, Edit]:
         for point in points:
             if point in found:
                 raise EditError(TWICE.format(address=str(point)))
-            found[point] = str(selector) if isinstance(selector, str) and len(points) == 1 else str(point), given
+            # The name as given, because a shared module has several.
+            found[point] = selector if isinstance(selector, str) and point.explicit else str(point), given
     return dict(found.values())
 
 
