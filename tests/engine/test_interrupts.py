@@ -146,6 +146,11 @@ def same_block_twice(model, x):
         model(x)
 
 
+def record_for_replay(model, x):
+    with torch.no_grad(), th.record(model, "blocks.*", replay=True):
+        model(x)
+
+
 def in_a_stack(model, x):
     with contextlib.ExitStack() as stack:
         stack.enter_context(th.record(model, "blocks.*"))
@@ -155,7 +160,7 @@ def in_a_stack(model, x):
 
 USES = [
     record, record_last, variables, some_points, gradients, edit, edit_outputs, parameters, stop, watch,
-    watch_some_steps, nested, same_block_twice,
+    watch_some_steps, nested, same_block_twice, record_for_replay,
 ]  # fmt: skip
 
 
