@@ -1,5 +1,8 @@
 """Edges and circuits, beside a model that is written out part by part and differentiated by autograd."""
 
+import json
+import math
+
 import pytest
 import torch
 from lm_toys import gemma2, gpt2, ids, llama, neox
@@ -9,6 +12,7 @@ from unrolled import plain, unrolled, writes
 
 import tenterhook as th
 from tenterhook.recipes import circuit
+from tenterhook.testing import untouched
 
 CLEAN, CORRUPT = ids(0, 2, 5), ids(1, 2, 5)
 
@@ -370,7 +374,7 @@ def test_circuits_are_saved_and_loaded_as_data(model, tmp_path):
     found.save(tmp_path / "edges.json")
     again = circuit.load(tmp_path / "edges.json")
     assert torch.equal(again.values, found.values)
-    assert again.prune(9).kept.sum() == 9
+    assert again.prune(9).edges == found.prune(9).edges
     made = found.prune(9)
     made.save(tmp_path / "circuit.json")
     assert circuit.load(tmp_path / "circuit.json").edges == made.edges
@@ -620,3 +624,193 @@ def test_a_way_that_is_no_edge_is_an_error():
     model.skips = True
     with pytest.raises(th.RecipeError, match="by a way that is no edge"):
         circuit.edges(model, torch.randn(3, 4), torch.randn(3, 4), metric=lambda out: out[:, 0], nodes=IN_PLACE)
+
+
+# -- what users give ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_loaded_edges_give_the_circuits_that_they_gave_with_the_model(model, tmp_path, seed):
+    found = circuit.edges(model, inputs(ids(seed)), inputs(ids(seed + 9)), metric=metric)
+    found.save(tmp_path / "edges.json")
+    again = circuit.load(tmp_path / "edges.json")
+    assert again.table == found.table
+    for k in range(0, 47, 3):
+        assert again.prune(k).edges == found.prune(k).edges
+    middle = found.table[20][2]
+    assert again.prune(threshold=abs(middle)).edges == found.prune(threshold=abs(middle)).edges
+
+
+def test_files_that_describe_no_circuit_are_refused(model, tmp_path):
+    found, path = edges(model), tmp_path / "edges.json"
+    found.save(path)
+    scores = json.loads(path.read_text())
+    found.prune(9).save(path)
+    kept = json.loads(path.read_text())
+    wrong = [
+        scores | {"exists": kept["values"]}, scores | {"exists": scores["exists"][:-1]},
+        scores | {"scores": kept["kept"]}, scores | {"feeds": scores["feeds"][1:]}, scores | {"feeds": [["x"]] * 11},
+        scores | {"senders": "abcdefg"}, scores | {"kind": "other"}, scores | {"method": "other"},
+        scores | {"dtype": "torch.save"}, kept | {"kept": kept["values"]}, kept | {"values": kept["values"][0]},
+        kept | {"receivers": list(range(11))}, {}, [],
+    ]  # fmt: skip
+    for content in wrong:
+        path.write_text(json.dumps(content))
+        with pytest.raises(th.RecipeError, match="holds no edges and no circuit"):
+            circuit.load(path)
+    del scores["feeds"]  # As in files of earlier versions.
+    path.write_text(json.dumps(scores))
+    assert circuit.load(path).table == found.table
+
+
+@pytest.mark.parametrize("method", ["eap", "eap-ig", "exact"])
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_scores_that_are_not_finite_are_an_error(model, method, bad):
+    with pytest.raises(th.RecipeError, match=r"score of an edge is not finite.*'embed' → 'attn0\.0\.q'"):
+        edges(model, method, metric=lambda output: metric(output) * bad)
+    with pytest.raises(th.RecipeError, match="metric of the clean input is"):
+        circuit.greedy(model, inputs(CLEAN), inputs(CORRUPT), metric=lambda output: metric(output) * bad, threshold=0.1)
+
+
+def test_a_model_whose_output_is_not_finite_is_refused():
+    model = gpt2(2)
+    with torch.no_grad():
+        model.transformer.h[1].mlp.c_fc.bias[0] = math.nan
+    with pytest.raises(th.RecipeError, match="not finite"):
+        edges(model)
+
+
+@pytest.mark.parametrize("method", ["eap", "eap-ig", "exact"])
+def test_it_works_in_inference_mode(method):
+    model = gpt2(2)
+    expected = edges(model, method)
+    with untouched(model), torch.inference_mode():
+        one, other = inputs(CLEAN.clone()), inputs(CORRUPT.clone())
+        found = circuit.edges(model, one, other, metric=metric, method=method, progress=False)
+        share = found.prune(20).faithfulness()
+        kept = circuit.greedy(model, one, other, metric=metric, threshold=0.05)
+    assert torch.equal(found.scores, expected.scores)
+    assert share == pytest.approx(expected.prune(20).faithfulness(), abs=1e-6)
+    assert kept.edges == circuit.greedy(model, inputs(CLEAN), inputs(CORRUPT), metric=metric, threshold=0.05).edges
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("make", [gpt2, llama])
+@pytest.mark.parametrize("method", ["eap", "exact"])
+def test_padding_makes_no_difference(make, side, method):
+    model = make().double()
+    mask = torch.ones(2, 5, dtype=torch.long)
+    part = slice(2, None) if side == "left" else slice(0, 3)
+    mask[1] = 0
+    mask[1, part] = 1
+    last = torch.tensor([4, 4] if side == "left" else [4, 2])
+
+    def given(tokens):
+        return {"input_ids": tokens, "attention_mask": mask, "position_ids": (mask.cumsum(1) - 1).clamp(min=0)}
+
+    def at_last(output):
+        rows = len(output.logits)
+        return output.logits[torch.arange(rows), last.repeat(rows // 2), 3]
+
+    found = circuit.edges(model, given(CLEAN), given(CORRUPT), metric=at_last, method=method, progress=False)
+    alone = circuit.edges(
+        model, CLEAN[1:, part], CORRUPT[1:, part], metric=lambda out: out.logits[:, -1, 3], method=method,
+        progress=False,
+    )  # fmt: skip
+    torch.testing.assert_close(found.scores[1], alone.scores[0])
+
+
+def test_prompts_of_other_lengths_are_refused_behind_padding_too(model):
+    one = torch.ones(2, 5, dtype=torch.long)
+    other = one.clone()
+    other[1, :2] = 0
+    clean, corrupt = ({"input_ids": CLEAN, "attention_mask": mask} for mask in (one, other))
+    for pair in ((clean, corrupt), ([clean, clean], [clean, corrupt])):
+        with pytest.raises(th.RecipeError, match="row 1 has 5 tokens in the clean input and 3 in the corrupt one"):
+            circuit.edges(model, *pair, metric=metric)
+
+
+def test_a_run_takes_pairs_of_the_same_shapes_only(model):
+    made = edges(model).prune(20)
+    for one, other in [(CLEAN, CORRUPT[:1]), (torch.cat([CLEAN, CLEAN]), CORRUPT), (CLEAN[:, :4], CORRUPT)]:
+        with pytest.raises(th.RecipeError, match="both inputs need the same shapes"):
+            made.run(one, corrupt=other)
+    with pytest.raises(th.RecipeError, match="needs the clean inputs too"):
+        made.run(corrupt=CORRUPT)
+
+
+def test_pairs_may_come_from_generators(model):
+    expected = circuit.edges(model, [CLEAN, ids(7)], [CORRUPT, ids(8)], metric=metric)
+    found = circuit.edges(model, iter([CLEAN, ids(7)]), (each for each in [CORRUPT, ids(8)]), metric=metric)
+    assert torch.equal(found.scores, expected.scores)
+
+
+def test_random_numbers_in_training_mode_are_refused():
+    model = gpt2(2).train()
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.eval()  # What is left is the dropout that the attention calls as a function.
+    with pytest.raises(th.RecipeError, match="its run uses random numbers"):
+        edges(model)
+    quiet = llama().double().train()
+    assert torch.equal(edges(quiet).scores, edges(llama().double()).scores)
+    assert quiet.training
+
+
+def test_options_that_make_no_sense_are_named(model):
+    found = edges(model)
+    for threshold in (math.nan, -1, "x", True):
+        with pytest.raises(th.RecipeError, match="threshold= is a number from 0"):
+            found.prune(threshold=threshold)
+        with pytest.raises(th.RecipeError, match="threshold= is a number from 0"):
+            circuit.greedy(model, inputs(CLEAN), inputs(CORRUPT), metric=metric, threshold=threshold)
+    for batch in (0, -1, 2.0):
+        with pytest.raises(th.RecipeError, match="batch= is a positive integer"):
+            edges(model, "exact", batch=batch)
+    for value, kind in ((None, "NoneType"), ("x", "str")):
+        with pytest.raises(th.RecipeError, match=f"metric= gave a {kind}"):
+            edges(model, metric=lambda _output, value=value: value)
+    with pytest.raises(th.RecipeError, match="have no examples"):
+        circuit.edges(model, CLEAN[:0], CORRUPT[:0], metric=metric)
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+@pytest.mark.parametrize("method", ["eap", "eap-ig"])
+def test_compiled_models_have_the_same_edges(method, in_place):
+    model = gpt2(1)
+    expected = edges(model, method, steps=2)
+    if in_place:
+        model.compile(backend="eager")
+    else:
+        model = torch.compile(model, backend="eager")
+    model(CLEAN)
+    assert torch.allclose(edges(model, method, steps=2).scores, expected.scores, atol=1e-6)
+    torch._dynamo.reset()
+
+
+class Named(nn.Module):
+    """A model whose output is a dict or a tuple."""
+
+    def __init__(self, kind):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.a, self.head, self.kind = nn.Linear(4, 8), nn.Linear(8, 8), nn.Linear(8, 3), kind
+
+    def forward(self, x):
+        stream = self.embed(x)
+        out = self.head(stream + self.a(stream)).tanh()
+        return {"plain": out, "dict": {"y": out, "n": 3}, "tuple": (3, out)}[self.kind]
+
+
+@pytest.mark.parametrize("method", ["eap", "eap-ig", "exact"])
+@pytest.mark.parametrize("kind", ["dict", "tuple"])
+def test_the_output_may_have_any_form(kind, method):
+    one, other = torch.randn(2, 5, 4)
+    nodes = {"embed": (None, "embed"), "a": ("a:in", "a"), "out": ("head:in", None)}
+    options = {"nodes": nodes, "method": method, "progress": False}
+    expected = circuit.edges(Named("plain"), one, other, metric=lambda out: out[:, 0], **options)
+    part = "y" if kind == "dict" else 1
+    found = circuit.edges(Named(kind), one, other, metric=lambda out: out[part][:, 0], **options)
+    assert torch.allclose(found.scores, expected.scores, atol=1e-6)
+    assert found.scores.shape[0] == 5
+    assert found.prune(3).faithfulness() == pytest.approx(1)

@@ -290,3 +290,54 @@ def test_heads_of_usual_families(name):
     ig = edges(model, "eap-ig", steps=8)
     assert exact.how[0].endswith("0 by a sweep")
     assert torch.isfinite(ig.scores).all()
+
+
+# Mixtures of experts, whose MLP may return a tuple, and norms that are called for the queries and the keys.
+TUPLES = {
+    "gpt_oss": {"num_local_experts": 4},
+    "llama4_text": {"num_local_experts": 4, "num_experts_per_tok": 1, "intermediate_size_mlp": 32},
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
+}
+
+
+@pytest.mark.parametrize("nodes", ["layers", "heads"])
+@pytest.mark.parametrize("name", TUPLES)
+def test_mixtures_of_experts_have_exact_edges(name, nodes):
+    torch.manual_seed(0)
+    sizes = LLAMA | {"num_key_value_heads": 1, "head_dim": 8, "pad_token_id": 0, "bos_token_id": 1} | TUPLES[name]
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(name, **sizes)).eval()
+    slopes, exact = edges(model, nodes=nodes), edges(model, "exact", nodes=nodes)
+    assert torch.equal(slopes.prune(len(slopes.table)).run().logits, model(CLEAN).logits)
+    torch.testing.assert_close(slopes.prune(0).run().logits, model(CORRUPT).logits, atol=1e-4, rtol=1e-3)
+    written = []
+    for tokens in (CLEAN, CORRUPT):
+        part = "feed_forward" if name == "llama4_text" else "mlp"
+        writer = model.model.layers[0].get_submodule(part)
+        keep = writer.register_forward_hook(lambda _m, _a, out: written.append(out))
+        model(tokens, use_cache=False)
+        keep.remove()
+    one, other = ((out[0] if isinstance(out, tuple) else out).detach().view(2, 5, 16) for out in written)
+
+    def patched(receiver, share):
+        module = model.model.norm if receiver == "logits" else model.model.layers[1].post_attention_layernorm
+        handle = module.register_forward_pre_hook(lambda _m, args: (args[0] + share * (one - other), *args[1:]))
+        value = metric(model(CORRUPT, use_cache=False)).detach()
+        handle.remove()
+        return value
+
+    for receiver in ("logits", "mlp1"):
+        place = exact.senders.index("mlp0"), exact.receivers.index(receiver)
+        truth = patched(receiver, 1) - patched(receiver, 0)
+        slope = (patched(receiver, 0.01) - patched(receiver, -0.01)) / 0.02
+        torch.testing.assert_close(exact.scores[:, *place], truth, atol=1e-5, rtol=1e-4)
+        torch.testing.assert_close(slopes.scores[:, *place], slope, atol=2e-3, rtol=1e-2)
+
+
+def test_a_scale_that_changes_after_the_first_search_counts():
+    model, other = made("granite"), made("granite")
+    edges(model)
+    for each in (model, other):
+        for layer in each.model.layers:
+            layer.residual_multiplier = 0.7
+    assert torch.allclose(edges(model).scores, edges(other).scores)

@@ -93,7 +93,7 @@ def test_a_tuned_lens_learns_the_turn_that_a_logit_lens_misses():
     model = Turning()
     ids = torch.randint(0, 30, (40, 8), generator=torch.Generator().manual_seed(1))
     batches = list(ids[:32].split(8))
-    with untouched(model, rng=False):
+    with untouched(model):
         lens = th.recipes.tuned_lens(model, batches, points="layers.*", epochs=150, lr=0.03, head="head")
     held = ids[32:]
     plain = th.recipes.logit_lens(model, held, points="layers.*", head="head").divergence.flatten(1).mean(1)
@@ -116,7 +116,7 @@ def test_an_untrained_tuned_lens_is_the_logit_lens_and_a_trained_one_is_nearer()
     plain = th.recipes.logit_lens(model, lm_toys.ids(99, 8, 8), points="transformer.h.*")
     start = th.recipes.tuned_lens(model, batches, points="transformer.h.*", epochs=0)
     torch.testing.assert_close(start(model, lm_toys.ids(99, 8, 8)).logits, plain.logits)
-    with untouched(model, rng=False):
+    with untouched(model):
         lens = th.recipes.tuned_lens(model, batches, points="transformer.h.*", epochs=40, lr=1e-2)
     tuned = lens(model, lm_toys.ids(99, 8, 8))
     assert tuned.tuned
@@ -150,7 +150,7 @@ def test_bad_input_is_an_error(case):
 def test_a_jacobian_lens_is_exact_where_the_rest_is_linear():
     model = Turning()
     ids = torch.randint(0, 30, (20, 8), generator=torch.Generator().manual_seed(1))
-    with untouched(model, rng=False):
+    with untouched(model):
         lens = th.recipes.jacobian_lens(model, list(ids.split(10)), points="layers.*", norm="", head="head")
     found = lens(model, ids)
     assert found.kind == "jacobian"
@@ -176,3 +176,131 @@ def test_a_jacobian_lens_has_the_mean_derivative_at_one_position():
 
         mean += torch.autograd.functional.jacobian(of, start[row])[:, 0] / 3
     torch.testing.assert_close(lens.maps[0].weight.double() + torch.eye(16), mean, atol=1e-6, rtol=1e-4)
+
+
+# -- what users give ---------------------------------------------------------------------------------------------------
+
+LENSES = {
+    "logit": lambda model, batches: th.recipes.logit_lens(model, batches[0], points="transformer.h.*"),
+    "tuned": lambda model, batches: th.recipes.tuned_lens(model, batches, points="transformer.h.*", epochs=3)(
+        model, batches[0]
+    ),
+    "jacobian": lambda model, batches: th.recipes.jacobian_lens(model, batches, points="transformer.h.*")(
+        model, batches[0]
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", LENSES)
+def test_a_lens_works_in_inference_mode_and_takes_no_random_numbers(kind):
+    model = lm_toys.gpt2()
+    expected = LENSES[kind](model, [lm_toys.ids()])
+    with untouched(model), torch.inference_mode():  # The state of the random number generator is compared too.
+        found = LENSES[kind](model, [lm_toys.ids()])
+    torch.testing.assert_close(found.logits, expected.logits)
+
+
+@pytest.mark.parametrize("kind", LENSES)
+def test_a_lens_of_a_model_in_training_mode_is_refused_if_it_is_random(kind):
+    model = lm_toys.gpt2().train()
+    with pytest.raises(th.RecipeError, match="Dropout"):
+        LENSES[kind](model, [lm_toys.ids()])
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.eval()  # What is left is the dropout that the attention calls as a function.
+    with pytest.raises(th.RecipeError, match="its run uses random numbers"):
+        LENSES[kind](model, [lm_toys.ids()])
+
+
+def padded(tokens, side):
+    """Return inputs in which the first row has two tokens of padding."""
+    mask = torch.ones_like(tokens)
+    mask[0, slice(0, 2) if side == "left" else slice(-2, None)] = 0
+    return {
+        "input_ids": torch.where(mask.bool(), tokens, 0), "attention_mask": mask,
+        "position_ids": (mask.cumsum(1) - 1).clamp(min=0),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_averages_leave_padding_out(side):
+    model, tokens = lm_toys.gpt2(), lm_toys.ids(3)
+    found = th.recipes.logit_lens(model, padded(tokens, side), points="transformer.h.*")
+    row = tokens[:1, 2:] if side == "left" else tokens[:1, :-2]
+    alone = [th.recipes.logit_lens(model, each, points="transformer.h.*") for each in (row, tokens[1:])]
+    same = [(each.top()[..., 0] == each.final.argmax(-1)).flatten(1).float() for each in alone]
+    torch.testing.assert_close(found.agreement, torch.cat(same, 1).mean(1))
+    away = torch.cat([each.divergence.flatten(1) for each in alone], 1).mean(1)
+    assert f"KL {away[0]:7.3f}" in repr(found)
+    last = th.recipes.logit_lens(model, padded(tokens, side), points="transformer.h.*", at=th.at[:, -1])
+    assert last.mask is None or last.mask.tolist() == [side == "left", True]
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_a_tuned_lens_is_not_trained_on_padding(side):
+    model, tokens = lm_toys.gpt2(), lm_toys.ids(3)
+    inputs = padded(tokens, side)
+    found = th.recipes.tuned_lens(model, inputs, points="transformer.h.*", lr=0.01)
+    row = tokens[:1, 2:] if side == "left" else tokens[:1, :-2]
+    away = [th.recipes.logit_lens(model, each, points="transformer.h.*").divergence for each in (row, tokens[1:])]
+    expected = torch.cat([each.flatten(1) for each in away], 1).mean()
+    assert found.losses[0] == pytest.approx(expected.item(), rel=1e-4)
+    other = {**inputs, "input_ids": torch.where(inputs["attention_mask"].bool(), tokens, 7)}
+    again = th.recipes.tuned_lens(model, other, points="transformer.h.*", lr=0.01)
+    for one, two in zip(found.parameters(), again.parameters(), strict=True):
+        torch.testing.assert_close(one, two, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_jacobian_lens_is_not_made_of_padding(seed):
+    model, tokens = lm_toys.gpt2(2).double(), lm_toys.ids(3)
+    inputs = padded(tokens, "right")
+    made = th.recipes.jacobian_lens(model, inputs, points="transformer.h.0", seed=seed)
+    place = int(torch.randint(6, (1,), generator=torch.Generator().manual_seed(seed)))
+    used = [0, 1] if place < 4 else [1]
+    with th.record(model, "transformer.h.0") as tape:
+        model(tokens)
+    start, mean = tape["transformer.h.0"], torch.zeros(16, 16).double()
+    for row in used:
+
+        def of(value, row=row):
+            changed = start.clone()
+            changed[row, place] = value
+            return model.transformer.h[1](changed)[row, place]
+
+        mean += torch.autograd.functional.jacobian(of, start[row, place]) / len(used)
+    torch.testing.assert_close(made.maps[0].weight.double() + torch.eye(16), mean, atol=1e-6, rtol=1e-4)
+
+
+def test_one_input_is_a_batch():
+    model, tokens = lm_toys.gpt2(), lm_toys.ids()
+    for make in (th.recipes.tuned_lens, th.recipes.jacobian_lens):
+        expected = make(model, [tokens], points="transformer.h.*").state_dict()
+        for given in (tokens, {"input_ids": tokens}, (tokens,), (each for each in [tokens])):
+            found = make(model, given, points="transformer.h.*").state_dict()
+            assert all(torch.equal(found[name], value) for name, value in expected.items())
+
+
+def test_options_that_make_no_sense_are_named():
+    model, tokens = lm_toys.gpt2(), lm_toys.ids()
+    for options in ({"epochs": -1}, {"epochs": 1.5}, {"lr": 0}, {"lr": float("nan")}):
+        with pytest.raises(th.RecipeError, match="epochs= is an integer from 0 and lr= a positive number"):
+            th.recipes.tuned_lens(model, [tokens], points="transformer.h.*", **options)
+    with pytest.raises(th.RecipeError, match="batch= is a positive integer"):
+        th.recipes.jacobian_lens(model, [tokens], points="transformer.h.*", batch=0)
+    with torch.no_grad():
+        model.transformer.h[1].mlp.c_fc.bias[0] = float("nan")
+    for lens in LENSES.values():
+        with pytest.raises(th.RecipeError, match="scores are not finite"):
+            lens(model, [tokens])
+
+
+def test_a_tuned_lens_learns_inside_autocast():
+    """Autocast keeps what it has made of a map, and a step changes the map."""
+    model, tokens = lm_toys.gpt2(), lm_toys.ids(0, 4, 6)
+    options = {"points": "transformer.h.*", "epochs": 20, "lr": 0.01}
+    expected = th.recipes.tuned_lens(model, [tokens], **options).losses
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = th.recipes.tuned_lens(model, [tokens], **options).losses
+    assert expected[-1] < 0.5 * expected[0]
+    assert found[-1] == pytest.approx(expected[-1], rel=0.1)

@@ -105,6 +105,9 @@ class RunRecorder(Guard):
     def after(self, module: nn.Module, value: Any) -> None:
         if self._run is None:
             return
+        if not self._stack or self._stack[-1].call.module is not module:  # An interrupt came before its call was noted.
+            self._run = self._run if self._stack else None
+            return
         frame = self._stack.pop()
         call, run = frame.call, self._run
         self._observe(frame)

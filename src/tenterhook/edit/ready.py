@@ -267,6 +267,10 @@ class Project(Edit):
     directions: Tensor
     remove: bool = False
 
+    def __post_init__(self) -> None:
+        check_index(self.at)
+        _check_tensors(self, "directions")
+
     def change(self, tensor: Tensor, context: Context) -> Tensor:
         basis = orthonormal(self.directions, tensor, context, self)
         inside = torch.matmul(tensor @ basis, basis.mT)
@@ -286,6 +290,10 @@ class Rotate(Edit):
     value: Any = 0.0
     rank: int | None = None
 
+    def __post_init__(self) -> None:
+        check_index(self.at)
+        _check_tensors(self, "directions", optional=True)
+
     def apply(self, tensor: Tensor, given: Any, context: Context) -> Tensor:
         basis = orthonormal(_learned(self.directions, self, context), tensor, context, self)
         other = fit(given, tensor, context, self) if isinstance(given, Tensor) else given
@@ -303,6 +311,12 @@ class Lowrank(Edit):
     up: Tensor | None = None
     bias: Tensor | None = None
     rank: int | None = None
+
+    def __post_init__(self) -> None:
+        check_index(self.at)
+        _check_tensors(self, "down", "up", "bias", optional=True)
+        if (self.down is None) != (self.up is None) or (self.bias is not None and self.down is None):
+            raise EditError(f"{self!r} needs both down= and up=, or rank= alone: th.learn then finds them")
 
     def change(self, tensor: Tensor, context: Context) -> Tensor:
         down, up = _learned(self.down, self, context), _learned(self.up, self, context)
@@ -324,6 +338,10 @@ class Mask(Edit):
     keep: Tensor
     value: Any = 0.0
 
+    def __post_init__(self) -> None:
+        check_index(self.at)
+        _check_tensors(self, "keep")
+
     def apply(self, tensor: Tensor, given: Any, context: Context) -> Tensor:
         keep = fit(self.keep, tensor, context, self)
         other = fit(given, tensor, context, self) if isinstance(given, Tensor) else given
@@ -340,6 +358,16 @@ def orthonormal(rows: Tensor, tensor: Tensor, context: Context, edit: Any) -> Te
     _same_kind(rows, tensor, context, edit)
     basis: Tensor = torch.linalg.qr(rows.mT.to(torch.promote_types(rows.dtype, torch.float32)))[0]
     return basis.to(tensor.dtype)
+
+
+def _check_tensors(edit: Edit, *names: str, optional: bool = False) -> None:
+    for name in names:
+        given = getattr(edit, name)
+        if not isinstance(given, Tensor) and not (optional and given is None):
+            kind = type(edit).__name__.lower()
+            text = f"th.{kind}() takes a tensor as {name}=; got {given!r:.40}."
+            hint = f" Write th.{kind}(rank={given})." if optional and type(given) is int else ""
+            raise EditError(f"{text}{hint}")
 
 
 def _learned(given: Tensor | None, edit: Edit, context: Context) -> Tensor:

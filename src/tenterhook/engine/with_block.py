@@ -25,7 +25,15 @@ class BlockEnd:
 
 
 def _leave(session: Session, _kind: Any, error: BaseException | None, _traceback: Any) -> bool:
-    return session.leave(error)
+    depth = session.depth
+    try:
+        return session.leave(error)
+    except BaseException:
+        # A contextlib.ExitStack looks __exit__ up on the class, so that there is no _End to finish the removal.
+        if session.depth == depth == 1:
+            session.drop()
+            session.depth = 0
+        raise
 
 
 class _End(functools.partial[bool]):

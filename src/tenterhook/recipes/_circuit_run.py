@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import tenterhook as th
-from tenterhook.recipes._inputs import arguments
+from tenterhook.recipes._inputs import arguments, eager
 from tenterhook.recipes._residual import Graph, Receiver, Sender, shaped, weight_of
 
 __all__ = ["patched_run", "patching_edits"]
@@ -27,11 +27,11 @@ def patched_run(model: nn.Module, graph: Graph, given: Any, patched: Tensor, oth
     """
     args, kwargs = arguments(given)
     edits = patching_edits(graph, patched, other)
-    with torch.no_grad():
-        if not edits:
+    if not edits:
+        with torch.no_grad():
             return model(*args, **kwargs)
-        with th.edit(model, edits):
-            return model(*args, **kwargs)
+    with torch.no_grad(), eager(), th.edit(model, edits):
+        return model(*args, **kwargs)
 
 
 def patching_edits(

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 import tenterhook as th
-from tenterhook.recipes._inputs import arguments, lone
-from tenterhook.recipes._residual import Graph
+from tenterhook.recipes._inputs import arguments
+from tenterhook.recipes._residual import Graph, stream_tensor
 
 __all__ = ["Differentiated", "Runs", "floating", "measured", "recorded"]
 
@@ -46,7 +46,11 @@ def measured(metric: Metric, output: Any, examples: int) -> Tensor:
 
 def floating(value: Any) -> Tensor:
     """Return a metric as a tensor of floating-point numbers, of which there is a mean."""
-    found = torch.as_tensor(value)
+    try:
+        found = torch.as_tensor(value)
+    except (TypeError, ValueError, RuntimeError) as error:
+        text = f"metric= gave a {type(value).__name__}; one number is needed, or a tensor with one for each example"
+        raise th.RecipeError(text) from error
     return found if found.is_floating_point() else found.to(torch.float32)
 
 
@@ -55,7 +59,7 @@ def recorded(model: nn.Module, graph: Graph, given: Any, metric: Metric) -> tupl
     args, kwargs = arguments(given)
     with torch.no_grad(), th.record(model, *graph.points) as tape:
         output = model(*args, **kwargs)
-    values = {point: lone(tape[point], point) for point in graph.points}
+    values = {point: stream_tensor(tape[point], point) for point in graph.points}
     return values, measured(metric, output, next(iter(values.values())).shape[0]).detach()
 
 
@@ -113,7 +117,7 @@ class Runs:
         run = self._run
         if run is None:
             return None
-        tensor = old = value if isinstance(value, Tensor) and value.is_floating_point() else lone(value, point)
+        tensor = old = value if isinstance(value, Tensor) and value.is_floating_point() else stream_tensor(value, point)
         if run.differentiates and point == self._graph.embed:
             tensor = run.first(tensor)
         run.keep(point, tensor)
@@ -149,8 +153,9 @@ class Runs:
         try:
             # Parameters get no gradients here: the backward pass ends at the consumers.
             with torch.inference_mode(mode=False), torch.enable_grad():
-                value, alone = _number(metric, self._model(*args, **kwargs))
+                output = self._model(*args, **kwargs)
                 run.check(self._graph.valued)
+                value, alone = _number(metric, output, run.kept((self._graph.embed,))[self._graph.embed])
                 found = run.gradients(value)
         finally:
             self._run = None
@@ -238,9 +243,9 @@ class _Run:
         return {point: each for point, each in zip(self._views, found, strict=True) if each is not None}
 
 
-def _number(metric: Metric, output: Any) -> tuple[Tensor, bool]:
+def _number(metric: Metric, output: Any, stream: Tensor) -> tuple[Tensor, bool]:
     """Return the sum of the metric over the examples, and whether it is one number for all of them."""
-    found = measured(metric, output, next(iter(_leading(output)), 1))
+    found = measured(metric, output, next(iter(_leading(output)), len(stream)))
     value = found.sum()
     if not value.requires_grad:
         raise th.RecipeError(CONSTANT.format(value=f"{value.item():.4g}"))
@@ -267,20 +272,20 @@ def _with_tensor(value: Any, old: Tensor, new: Tensor) -> Any:
 def _recorded(model: nn.Module, graph: Graph, given: Any, metric: Metric, way: Tensor | None) -> Differentiated:
     """Run the model forward and backward, with recordings that also hold for values that change in place."""
     args, kwargs = arguments(given)
-    first: Any = th.set(way.detach().requires_grad_()) if way is not None else None
-    if first is None:
-        first = lambda value: _with_tensor(value, lone(value, graph.embed), _leaf(lone(value, graph.embed)))  # noqa: E731
+
+    def start(value: Any) -> Any:
+        old = stream_tensor(value, graph.embed)
+        return _with_tensor(value, old, old + torch.zeros_like(old).requires_grad_())
+
+    first: Any = start if way is None else th.set(way.detach().requires_grad_())
     kept = dict.fromkeys((*graph.points, *graph.streams))
     with (
         th.edit(model, {graph.embed: first}),
         th.record(model, *kept) as values,
         th.record(model, *graph.consumers, grad=True) as tape,
     ):
-        value, alone = _number(metric, model(*args, **kwargs))
+        output = model(*args, **kwargs)
+        value, alone = _number(metric, output, stream_tensor(values[graph.embed], graph.embed))
         tape.backward(value)
-    gradients = {point: lone(tape.grad[point], point) for point in graph.consumers if point in tape.grad}
-    return Differentiated({point: lone(values[point], point) for point in kept}, gradients, alone)
-
-
-def _leaf(tensor: Tensor) -> Tensor:
-    return tensor + torch.zeros_like(tensor).requires_grad_()
+    gradients = {point: stream_tensor(tape.grad[point], point) for point in graph.consumers if point in tape.grad}
+    return Differentiated({point: stream_tensor(values[point], point) for point in kept}, gradients, alone)

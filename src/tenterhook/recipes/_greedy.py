@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,7 +13,8 @@ from tenterhook.recipes._circuit_run import patching_edits
 from tenterhook.recipes._edge_batch import case, through_norm
 from tenterhook.recipes._edge_products import differences
 from tenterhook.recipes._edge_runs import measured, recorded
-from tenterhook.recipes._inputs import arguments, lone
+from tenterhook.recipes._inputs import arguments
+from tenterhook.recipes._residual import stream_tensor
 
 if TYPE_CHECKING:
     from tenterhook.recipes._circuit_task import Task
@@ -30,11 +32,13 @@ def removed(task: Task, threshold: float, batch: int | None) -> Tensor:
     streams = dict.fromkeys((*graph.streams, *graph.consumers))
     with torch.no_grad(), th.record(task.model, *streams) as tape:
         task.model(*args, **kwargs)
-    before = {point: lone(tape[point], point) for point in streams}
+    before = {point: stream_tensor(tape[point], point) for point in streams}
     patched = torch.zeros_like(graph.exists)
     search = _Search(task, own, other, before, change, threshold, batch)
     order = sorted(range(len(graph.receivers)), key=lambda place: -graph.receivers[place].senders)
     now = float(start.mean())
+    if not math.isfinite(now):
+        raise th.RecipeError(f"the metric of the clean input is {now}; a finite number is needed")
     for place in order:
         now = search.receiver(place, patched, now)
     return patched

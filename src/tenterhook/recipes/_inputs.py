@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 import tenterhook as th
@@ -13,20 +16,24 @@ from tenterhook.recipes._layers import BATCH_NORMS, DROPOUTS
 __all__ = [
     "arguments",
     "each",
+    "eager",
     "everywhere",
     "floats",
     "latents_of",
     "lone",
+    "normal",
     "one_point",
     "output_scores",
     "reader",
     "repeated",
     "restful",
     "selected",
+    "steady",
     "tensors_of",
 ]
 
 Given = tuple[tuple[Any, ...], dict[str, Any]]
+RANDOM = "the model is in training mode, and its run uses random numbers, as dropout does.\nCall model.eval() first."
 
 
 def arguments(given: Any) -> Given:
@@ -151,6 +158,53 @@ def restful(model: nn.Module) -> None:
                 f"the model is in training mode, where {name!r} ({type(module).__name__}) {does}.\n"
                 "Call model.eval() first."
             )
+
+
+def eager() -> contextlib.AbstractContextManager[Any]:
+    """Return a context in which compiled models run without compiled code.
+
+    There, each set of edits would be compiled, and edits that look at gradients would see none.
+    """
+    is_loaded = "torch._dynamo" in sys.modules  # If not, nothing is compiled, and loading it takes a second.
+    return torch.compiler.set_stance("force_eager") if is_loaded else contextlib.nullcontext()
+
+
+@contextlib.contextmanager
+def steady(model: nn.Module) -> Iterator[None]:
+    """Raise ``RecipeError`` if :func:`restful` does, or if the model is in training mode and the block is random."""
+    if not any(module.training for module in model.modules()):
+        yield
+        return
+    restful(model)
+    device = next((each.device for each in model.parameters() if each.is_cuda), None)
+    before, failed = _random_state(device), None
+    try:
+        yield
+    except th.RecipeError as error:  # Random numbers may be the reason.
+        failed = error
+    # Dropout may also be a function that the model calls.
+    if not all(map(torch.equal, before, _random_state(device))):
+        torch.set_rng_state(before[0])
+        if device is not None:
+            torch.cuda.set_rng_state(before[1], device)
+        raise th.RecipeError(RANDOM) from failed
+    if failed is not None:
+        raise failed
+
+
+def _random_state(device: torch.device | None) -> list[Tensor]:
+    return [torch.get_rng_state(), *([] if device is None else [torch.cuda.get_rng_state(device)])]
+
+
+def normal(value: Any) -> Any:
+    """Return arguments without inference tensors, of which there is no gradient."""
+    if isinstance(value, Tensor):
+        return value.clone() if value.is_inference() else value
+    if not any(tensor.is_inference() for tensor in tensors_of(value)):
+        return value
+    if isinstance(value, Mapping):
+        return {name: normal(each) for name, each in value.items()}
+    return type(value)(normal(each) for each in value) if type(value) in (tuple, list) else value
 
 
 def repeated(value: Any, examples: int, count: int) -> Any:

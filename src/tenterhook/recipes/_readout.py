@@ -52,6 +52,10 @@ def readout(model: nn.Module, inputs: Any, *, norm: str | None, head: str | None
         with th.record(model, found.stream) as tape:
             scores = given.output_scores(model(*args, **kwargs))
         again = found(given.lone(tape[found.stream], found.stream))
+    if not bool(scores.isfinite().all()):
+        raise th.RecipeError(
+            "the model's scores are not finite for these inputs: th.watch(model) names the first place"
+        )
     if again.shape != scores.shape or not _close(again, scores):
         gap = f", and is off by {float((again - scores).abs().max()):.3g}" if again.shape == scores.shape else ""
         text = (

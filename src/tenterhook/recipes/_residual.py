@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tenterhook.recipes._inputs import lone
+
 __all__ = [
     "TOLERANCE",
     "Graph",
@@ -23,6 +25,7 @@ __all__ = [
     "channels_of_all",
     "first_tensor",
     "shaped",
+    "stream_tensor",
     "weight_of",
 ]
 
@@ -210,3 +213,9 @@ def weight_of(projection: nn.Module) -> Tensor:
 def first_tensor(value: Any) -> Tensor:
     """Return a value, or the first tensor of a tuple, as layers return it."""
     return value if isinstance(value, Tensor) else value[0]
+
+
+def stream_tensor(value: Any, point: str) -> Tensor:
+    """Return the tensor of the stream in a value: the first of a tuple, as layers return it, or else the only one."""
+    first = value[0] if isinstance(value, tuple) and value else None
+    return first if isinstance(first, Tensor) and first.is_floating_point() else lone(value, point)

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 import tenterhook as th
-from tenterhook.recipes._inputs import arguments, lone
-from tenterhook.recipes._residual import TOLERANCE, Graph, Receiver, Sender
+from tenterhook.recipes._inputs import arguments
+from tenterhook.recipes._residual import TOLERANCE, Graph, Receiver, Sender, stream_tensor
 
 __all__ = ["checked", "wide"]
 
@@ -38,7 +38,7 @@ def checked(model: nn.Module, graph: Graph, clean: Any, corrupt: Any) -> Graph:
         with torch.no_grad(), th.record(model, *dict.fromkeys((*graph.points, *graph.streams))) as tape:
             model(*args, **kwargs)
         for point in (*graph.points, *graph.streams):
-            value = wide(lone(tape[point], point))
+            value = wide(stream_tensor(tape[point], point))
             changes[point] = changes.get(point, torch.zeros_like(value)) + sign * value
     total = torch.zeros_like(changes[graph.embed])
     counted = 0

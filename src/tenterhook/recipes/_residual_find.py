@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 import tenterhook as th
-from tenterhook.recipes._inputs import arguments, lone
-from tenterhook.recipes._residual import TOLERANCE, Graph, Receiver, Sender, first_tensor
+from tenterhook.recipes._inputs import arguments
+from tenterhook.recipes._residual import TOLERANCE, Graph, Receiver, Sender, first_tensor, stream_tensor
 from tenterhook.recipes._residual_check import checked, wide
 from tenterhook.recipes._residual_heads import Layout, cores, layout_of
 
@@ -63,10 +63,14 @@ def graph_of(
 
 
 class _State:
-    """The modules of a model and its parameters with their versions. If they change, its graph may change too."""
+    """The modules of a model, their numbers, and its parameters with their versions.
+
+    If they change, its graph may change too: some layers multiply what they add to the stream by a number.
+    """
 
     def __init__(self, modules: list[nn.Module]) -> None:
         self._modules = list(map(ref, modules))
+        self._numbers = _numbers(modules)
         self._owned = [
             (ref(module), name, ref(each), _version(each))
             for module in modules for name, each in module.named_parameters(recurse=False)
@@ -74,13 +78,17 @@ class _State:
 
     def holds(self, modules: list[nn.Module]) -> bool:
         """Return whether nothing has changed."""
-        if [each() for each in self._modules] != modules:
+        if [each() for each in self._modules] != modules or _numbers(modules) != self._numbers:
             return False
         for module, name, known, version in self._owned:
             now = getattr(module(), name, None)
             if now is not known() or _version(now) != version:
                 return False
         return True
+
+
+def _numbers(modules: list[nn.Module]) -> list[float]:
+    return [value for module in modules for value in module.__dict__.values() if type(value) is float]
 
 
 def _version(parameter: Any) -> int:
@@ -199,13 +207,14 @@ class _Builder:
 
     def _reading(self, attention: str) -> list[str]:
         """Return the linear layers that read the input of an attention."""
-        arrives = lone(self.tape[f"{attention}:in"], attention)
+        arrives = stream_tensor(self.tape[f"{attention}:in"], attention)
         inside = (f"{attention}.{name}" for name, _ in self.model.get_submodule(attention).named_modules() if name)
         return [
             path for path in inside
             if _is_linear(module := self.model.get_submodule(path))
-            and _same(given := lone(self.tape[f"{path}:in"], path), arrives)
-            and _is_exact(module, given, lone(self.tape[path], path))
+            and self._runs_once(path)
+            and _same(given := stream_tensor(self.tape[f"{path}:in"], path), arrives)
+            and _is_exact(module, given, stream_tensor(self.tape[path], path))
         ]  # fmt: skip
 
     def layer(self, number: int, layer: str, attention: str) -> None:
@@ -239,13 +248,13 @@ class _Builder:
         first = senders[0]
         if first.head is not None:
             end = first.point.removesuffix(":in")
-            scale = _scale(lone(self.tape[end], end), before, after)
+            scale = _scale(stream_tensor(self.tape[end], end), before, after)
             return senders if scale is None else [replace(each, scale=scale) for each in senders]
         end = first.point
         inside = [path for path in self.tape if path.startswith(f"{end}.") and not path.endswith(":in")]
         linear = [path for path in inside if _is_linear(self.model.get_submodule(path))]
         for path in (end, *reversed(linear)):
-            scale = _scale(lone(self.tape[path], path), before, after)
+            scale = _scale(stream_tensor(self.tape[path], path), before, after)
             if scale is not None:
                 return [replace(first, point=path, scale=scale)]
         return senders
@@ -255,13 +264,13 @@ class _Builder:
         for layer in layers:
             end = first_tensor(self.tape[f"{layer}@resid"])
             for norm in self._norms(layer):
-                value = lone(self.tape[norm], norm)
+                value = stream_tensor(self.tape[norm], norm)
                 if value.numel() == end.numel() and torch.equal(value.reshape(end.shape), end):
                     raise th.RecipeError(NORM_AFTER_SUM.format(layer=layer, norm=norm))
 
     def _heads(self, number: int, layer: str, attention: str, written: str, before: int) -> None:
         projection = self.model.get_submodule(written)
-        given, made = (lone(self.tape[f"{written}{end}"], written) for end in (":in", ""))
+        given, made = (stream_tensor(self.tape[f"{written}{end}"], written) for end in (":in", ""))
         if (
             not _is_linear(projection)
             or not _is_exact(projection, given, made)
@@ -289,7 +298,7 @@ class _Builder:
         reads = self._reading(attention)
         sizes = {part: (value.shape[2], value.shape[3]) for part, value in values.items()}
         if len(reads) == 1:
-            out = lone(self.tape[reads[0]], reads[0])
+            out = stream_tensor(self.tape[reads[0]], reads[0])
             for layout in (_in_parts(sizes), _in_heads(sizes)):
                 channels = list(itertools.chain(*layout.get("v", [])))
                 fits = bool(channels) and max(channels) < out.shape[-1]
@@ -302,23 +311,28 @@ class _Builder:
 
     def _reader(self, layer: str, path: str) -> tuple[str, str, nn.Module | None]:
         """Return the point where a module reads the stream, the point of its own input, and the norm between them."""
-        arrives = lone(self.tape[f"{path}:in"], path)
+        arrives = stream_tensor(self.tape[f"{path}:in"], path)
         for norm in self._norms(layer):
-            if _same(lone(self.tape[norm], norm), arrives):
+            if _same(stream_tensor(self.tape[norm], norm), arrives):
                 return f"{norm}:in", f"{path}:in", self.model.get_submodule(norm)
         return f"{path}:in", f"{path}:in", None
 
     def _after(self, layer: str, written: str) -> str:
         """Return the point whose value is added to the stream: a norm may come after the module."""
-        value = lone(self.tape[written], written)
+        value = stream_tensor(self.tape[written], written)
         for norm in self._norms(layer):
-            if _same(lone(self.tape[f"{norm}:in"], norm), value):
+            if _same(stream_tensor(self.tape[f"{norm}:in"], norm), value):
                 return norm
         return written
 
     def _norms(self, layer: str) -> list[str]:
         below = _candidates(self.model, layer)
-        return [path for path in below if not _is_linear(self.model.get_submodule(path))][:FEW]
+        norms = [path for path in below if not _is_linear(self.model.get_submodule(path))][:FEW]
+        return [path for path in norms if self._runs_once(path)]
+
+    def _runs_once(self, path: str) -> bool:
+        """Return whether a module is called once. One that is called for q and for k reads no stream."""
+        return len(self.tape.calls(path)) == 1
 
 
 def _scale(value: Tensor, before: Tensor, after: Tensor) -> float | None:
@@ -407,7 +421,11 @@ def _given(model: nn.Module, inputs: Any, nodes: Any) -> Graph:
     for name, point in reads:
         before = sum(order.index(sender.point) < order.index(point) for sender in senders)
         # Parallel parts read the same stream, without what the first of them has written.
-        alike = (each for each in receivers if _same(lone(tape[each.stream], point), lone(tape[point], point)))
+        alike = (
+            each
+            for each in receivers
+            if _same(stream_tensor(tape[each.stream], point), stream_tensor(tape[point], point))
+        )
         before = next((each.senders for each in alike), before)
         feeds = (name,) if nodes[name][1] is not None else ()
         receivers.append(Receiver(name, point, point, None, before, feeds))

@@ -7,10 +7,11 @@ earlier parts have written. An edge is what one part writes as it arrives at ano
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -24,6 +25,9 @@ from tenterhook.recipes._circuit_figure import curve_figure, graph_figure
 from tenterhook.recipes._circuit_run import patched_run
 from tenterhook.recipes._circuit_task import (
     Task,
+    check_batch,
+    check_scores,
+    check_threshold,
     chosen,
     connected,
     flat,
@@ -38,7 +42,7 @@ from tenterhook.recipes._edge_runs import Runs, recorded
 from tenterhook.recipes._edge_scores import exact_scores, gradient_scores
 from tenterhook.recipes._figures import Pictured
 from tenterhook.recipes._greedy import removed
-from tenterhook.recipes._inputs import restful
+from tenterhook.recipes._inputs import eager, steady
 from tenterhook.recipes._residual_find import Nodes
 
 if TYPE_CHECKING:
@@ -59,7 +63,7 @@ class Edges(Pictured):
 
     ``scores``: ``[example, sender, receiver]``, or ``[1, sender, receiver]`` if the metric is one number for all
     examples; zero where there is no edge. ``exists``: which edges there are.
-    ``how``: how exact scores were computed.
+    ``how``: how exact scores were computed. ``feeds``: for each receiver, the senders whose output depends on it.
     """
 
     senders: tuple[str, ...]
@@ -70,6 +74,7 @@ class Edges(Pictured):
     mode: Mode
     how: tuple[str, ...] = ()
     task: Task | None = field(default=None, repr=False, compare=False)
+    feeds: tuple[tuple[str, ...], ...] | None = field(default=None, repr=False)
 
     @property
     def values(self) -> Tensor:
@@ -110,6 +115,7 @@ class Edges(Pictured):
         if (k is None) == (threshold is None):
             raise th.RecipeError("prune() takes k= or threshold=, one of them")
         if threshold is not None:
+            check_threshold(threshold)
             kept = (self.values.abs() >= threshold).cpu() & self.exists
         else:
             if type(k) is not int or not 0 <= k <= int(self.exists.sum()):
@@ -120,7 +126,7 @@ class Edges(Pictured):
         return self._circuit(kept)
 
     def _circuit(self, kept: Tensor) -> Circuit:
-        carries = kept if self.task is None else connected(self.task.graph, kept)
+        carries = kept if self.feeds is None else connected(self.senders, self.feeds, kept)
         return Circuit(self.senders, self.receivers, carries, self.values.cpu(), self.task)
 
     def curve(self, ks: Iterable[int], *, random: int = 3, seed: int = 0, patch: Patch = "corrupt") -> Curve:
@@ -155,6 +161,7 @@ class Edges(Pictured):
         _write(path, {
             "kind": "edges", "senders": self.senders, "receivers": self.receivers, "scores": self.scores.tolist(),
             "dtype": str(self.scores.dtype), "exists": self.exists.tolist(), "method": self.method, "mode": self.mode,
+            "feeds": self.feeds,
         })  # fmt: skip
 
     def __repr__(self) -> str:
@@ -203,10 +210,12 @@ class Circuit(Pictured):
 
     def _run(self, inputs: Any, patch: Any, corrupt: Any, patched: Tensor) -> Any:
         task = needed(self.task)
-        if inputs is None:
+        if inputs is None and corrupt is None:
             inputs, corrupt = task.pairs[0]
-        elif corrupt is None:
-            raise th.RecipeError("run() needs corrupt=, the input that belongs to the clean one")
+        elif inputs is None or corrupt is None:
+            missing = "corrupt=, the input that belongs to the clean one" if corrupt is None else "the clean inputs too"
+            raise th.RecipeError(f"run() needs {missing}")
+        [(inputs, corrupt)] = pairs_of(inputs, corrupt, several=False)
         return patched_run(task.model, task.graph, inputs, patched, other_values(task, corrupt, patch))
 
     def faithfulness(self, *, patch: Patch = "corrupt") -> float:
@@ -225,8 +234,9 @@ class Circuit(Pictured):
         clean, corrupt = task.ends()
         found = [flat(task, self._run(one, patch, other, patched), one) for one, other in task.pairs]
         gap = (clean - corrupt).mean()
-        if float(gap) == 0:
-            raise th.RecipeError("the metric is the same for the clean and the corrupt inputs; choose other pairs")
+        if float(gap) == 0 or not math.isfinite(gap):
+            what = "the same" if float(gap) == 0 else "not finite"
+            raise th.RecipeError(f"the metric is {what} for the clean and the corrupt inputs; choose other pairs")
         return float((torch.cat(found) - corrupt).mean() / gap)
 
     def draw(self, *, title: str = "") -> Figure:
@@ -339,30 +349,55 @@ def edges(  # noqa: PLR0913
         raise th.RecipeError(f"steps= is a positive int; got {steps!r:.40}")
     if not callable(metric):
         raise th.RecipeError(f"metric= is a function of the model's output; got {metric!r:.40}")
+    check_batch(batch)
     modules = list(model.modules())
-    if any([module.training for module in modules]):  # noqa: C419  A list is faster, and a model may have thousands.
-        restful(model)
     pairs = pairs_of(clean, corrupt)
-    task = Task(model, pairs, metric, graph_for(model, pairs[0], nodes, modules))
-    wanted = task.graph.exists if only is None else chosen(task.graph, only, method)
-    found: list[Tensor] = []
-    how: tuple[str, ...] = ()
     ways = [pair if mode == "denoise" else pair[::-1] for pair in pairs]
-    if method == "exact":
-        for source, base in ways:
-            ends = [recorded(model, task.graph, given, metric)[0] for given in (source, base)]
-            scores, how = exact_scores(
-                model, task.graph, base, differences(task.graph, *ends), metric,
-                wanted=wanted, batch=batch, progress=progress,
-            )  # fmt: skip
-            found.append(scores)
-    else:
-        with Runs(model, task.graph) as runs:
-            parts = steps if method == "eap-ig" else 0
-            found = [gradient_scores(runs, task.graph, source, base, metric, parts) for source, base in ways]
+    with _quiet(model, modules):
+        task = Task(model, pairs, metric, graph_for(model, pairs[0], nodes, modules))
+        wanted = task.graph.exists if only is None else chosen(task.graph, only, method)
+        if method == "exact":
+            scores, how = _exact(task, ways, wanted, batch, progress=progress)
+        else:
+            parts, how = steps if method == "eap-ig" else 0, ()
+            with Runs(model, task.graph) as runs:
+                found = [gradient_scores(runs, task.graph, source, base, metric, parts) for source, base in ways]
+            scores = torch.cat(found)
     names = tuple(sender.name for sender in task.graph.senders)
     heard = tuple(receiver.name for receiver in task.graph.receivers)
-    return Edges(names, heard, torch.cat(found), wanted, method, mode, how, task)
+    check_scores(scores, names, heard)
+    return Edges(names, heard, scores, wanted, method, mode, how, task, _feeds(task))
+
+
+@contextlib.contextmanager
+def _quiet(model: nn.Module, modules: list[nn.Module]) -> Iterator[None]:
+    """Run without compiled code, and outside inference mode. Refuse random runs of a model in training mode."""
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(eager())
+        if torch.is_inference_mode_enabled():
+            stack.enter_context(torch.inference_mode(mode=False))
+        if any([module.training for module in modules]):  # noqa: C419  A list is faster; there may be thousands.
+            stack.enter_context(steady(model))
+        yield
+
+
+def _exact(
+    task: Task, ways: Sequence[tuple[Any, Any]], wanted: Tensor, batch: int | None, *, progress: bool | None
+) -> tuple[Tensor, tuple[str, ...]]:
+    found: list[Tensor] = []
+    how: tuple[str, ...] = ()
+    for source, base in ways:
+        ends = [recorded(task.model, task.graph, given, task.metric)[0] for given in (source, base)]
+        scores, how = exact_scores(
+            task.model, task.graph, base, differences(task.graph, *ends), task.metric,
+            wanted=wanted, batch=batch, progress=progress,
+        )  # fmt: skip
+        found.append(scores)
+    return torch.cat(found), how
+
+
+def _feeds(task: Task) -> tuple[tuple[str, ...], ...]:
+    return tuple(receiver.feeds for receiver in task.graph.receivers)
 
 
 def greedy(
@@ -393,13 +428,15 @@ def greedy(
     Returns:
         The :class:`Circuit` of the edges that are left.
     """
+    check_threshold(threshold)
+    check_batch(batch)
     [pair] = pairs_of(clean, corrupt, several=False)
-    task = Task(model, (pair,), metric, graph_for(model, pair, nodes))
-    restful(model)
-    patched = removed(task, threshold, batch)
-    kept = connected(task.graph, ~patched & task.graph.exists)
+    with _quiet(model, list(model.modules())):
+        task = Task(model, (pair,), metric, graph_for(model, pair, nodes))
+        patched = removed(task, threshold, batch)
     names = tuple(sender.name for sender in task.graph.senders)
     heard = tuple(receiver.name for receiver in task.graph.receivers)
+    kept = connected(names, _feeds(task), ~patched & task.graph.exists)
     return Circuit(names, heard, kept, kept.float(), task)
 
 
@@ -407,15 +444,47 @@ def load(path: str | os.PathLike[str]) -> Edges | Circuit:
     """Read edges or a circuit that ``save`` wrote. They have no model: they can be read, pruned and drawn, not run."""
     try:
         found = json.loads(Path(path).read_text(encoding="utf-8"))
-        kind, senders, receivers = found["kind"], tuple(found["senders"]), tuple(found["receivers"])
-        if kind == "circuit":
-            return Circuit(senders, receivers, torch.tensor(found["kept"]), torch.tensor(found["values"]))
-        exists = torch.tensor(found["exists"])
-        dtype = getattr(torch, found["dtype"].removeprefix("torch."))
-        scores = torch.tensor(found["scores"], dtype=dtype)
-        return Edges(senders, receivers, scores, exists, found["method"], found["mode"])
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        return _read(found)
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RuntimeError, RecursionError) as error:
         raise th.RecipeError(f"{path} holds no edges and no circuit: {type(error).__name__}: {error}") from error
+
+
+def _read(found: Any) -> Edges | Circuit:
+    """Return what a file describes. Raise ValueError, or another error of a conversion, if it is no such file."""
+    senders, receivers = (_names(found[part]) for part in ("senders", "receivers"))
+    shape = len(senders), len(receivers)
+    if found["kind"] == "circuit":
+        kept, values = torch.tensor(found["kept"]), torch.tensor(found["values"])
+        _check_shapes({"kept": kept.shape, "values": values.shape}, shape)
+        return Circuit(senders, receivers, _booleans(kept), values)
+    if found["kind"] != "edges" or found["method"] not in METHODS or found["mode"] not in ("denoise", "noise"):
+        raise ValueError("its kind, method or mode is not known")
+    exists = torch.tensor(found["exists"])
+    scores = torch.tensor(found["scores"], dtype=getattr(torch, found["dtype"].removeprefix("torch.")))
+    _check_shapes({"exists": exists.shape, "scores": scores.shape[1:]}, shape)
+    feeds = found.get("feeds")  # Files of earlier versions have none.
+    feeds = None if feeds is None else tuple(map(_names, feeds))
+    if feeds is not None and (len(feeds) != len(receivers) or not set().union(*feeds) <= set(senders)):
+        raise ValueError("its feeds are not those of its receivers")
+    return Edges(senders, receivers, scores, _booleans(exists), found["method"], found["mode"], feeds=feeds)
+
+
+def _names(given: Any) -> tuple[str, ...]:
+    if not isinstance(given, list) or not all(isinstance(each, str) for each in given):
+        raise ValueError("its names are not texts")
+    return tuple(given)
+
+
+def _booleans(given: Tensor) -> Tensor:
+    if given.dtype != torch.bool:
+        raise ValueError("its edges are not true or false")
+    return given
+
+
+def _check_shapes(found: dict[str, Sequence[int]], wanted: tuple[int, int]) -> None:
+    for name, shape in found.items():
+        if tuple(shape) != wanted:
+            raise ValueError(f"{name} has the shape {list(shape)} for {wanted[0]} senders and {wanted[1]} receivers")
 
 
 def _write(path: str | os.PathLike[str], content: dict[str, Any]) -> None:

@@ -7,6 +7,7 @@ of the stream as that map.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
@@ -23,7 +24,7 @@ from tenterhook.recipes._readout import Readout, readout
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["Kind", "Lens", "TunedLens", "logit_lens", "stream_values", "tuned_lens"]
+__all__ = ["Kind", "Lens", "StreamValues", "TunedLens", "batches_of", "logit_lens", "stream_values", "tuned_lens"]
 
 Kind = Literal["logit", "tuned", "jacobian"]
 
@@ -32,7 +33,8 @@ Kind = Literal["logit", "tuned", "jacobian"]
 class Lens(Pictured):
     """The result of a lens.
 
-    ``logits``: the scores at each point, ``[points, …, vocabulary]``. ``final``: the model's own scores.
+    ``logits``: the scores at each point, ``[points, …, vocabulary]``. ``final``: the model's own scores. ``mask``:
+    where there is no padding, if the inputs have an ``attention_mask``; averages leave padding out.
     """
 
     points: tuple[str, ...]
@@ -40,6 +42,7 @@ class Lens(Pictured):
     final: Tensor
     kind: Kind = "logit"
     settings: Mapping[str, Any] = field(default_factory=dict)
+    mask: Tensor | None = None
 
     @property
     def tuned(self) -> bool:
@@ -66,8 +69,12 @@ class Lens(Pictured):
     @property
     def agreement(self) -> Tensor:
         """The fraction of positions where each point's most likely token is the model's."""
-        same = self.top()[..., 0] == self.final.argmax(-1)
-        return same.flatten(1).float().mean(1)
+        return self._average(self.top()[..., 0] == self.final.argmax(-1))
+
+    def _average(self, values: Tensor) -> Tensor:
+        """Return the average of values ``[points, …]`` over positions that are no padding."""
+        kept = values.flatten(1) if self.mask is None else values[:, self.mask]
+        return kept.float().mean(1)
 
     def show(
         self, *, decode: Callable[[int], str] = str, example: int = 0, labels: Sequence[str] | None = None
@@ -80,7 +87,7 @@ class Lens(Pictured):
         return heatmap(chances, self.points, columns, title=f"{self.kind} lens", signed=False, words=words)
 
     def __repr__(self) -> str:
-        away = self.divergence.flatten(1).mean(1).tolist()
+        away = self._average(self.divergence).tolist()
         lines = [f"{self.kind} lens: {list(self.logits.shape)}"]
         lines += [
             f"  {printable(point):<28} KL {kl:7.3f}   same top token {share:6.1%}"
@@ -111,12 +118,14 @@ def logit_lens(
     Raises:
         RecipeError: the readout is not found or does not give the model's scores, or a point is not in the stream.
     """
-    reads = readout(model, inputs, norm=norm, head=head)
-    addresses = given.selected(model, points)
-    values, final = stream_values(model, inputs, addresses, reads, at)
-    with torch.no_grad():
-        scores = torch.stack([reads(value) for value in values])
-    return Lens(addresses, scores, final, settings={"norm": reads.norm, "head": reads.head, "at": at})
+    with given.steady(model):
+        reads = readout(model, inputs, norm=norm, head=head)
+        addresses = given.selected(model, points)
+        stream = stream_values(model, inputs, addresses, reads, at)
+        with torch.no_grad():
+            scores = torch.stack([reads(value) for value in stream.values])
+    settings = {"norm": reads.norm, "head": reads.head, "at": at}
+    return Lens(addresses, scores, stream.final, settings=settings, mask=stream.mask)
 
 
 class TunedLens(nn.Module):
@@ -129,7 +138,8 @@ class TunedLens(nn.Module):
         super().__init__()
         self.kind: Kind = kind
         self.points, self.norm, self.head = tuple(points), norm, head
-        self.maps = nn.ModuleList(nn.Linear(width, width) for _ in points)
+        # Without the usual start, which would take random numbers from the user's generator.
+        self.maps = nn.ModuleList(nn.utils.skip_init(nn.Linear, width, width) for _ in points)
         for parameter in self.maps.parameters():
             nn.init.zeros_(parameter)
         self.losses: list[float] = []
@@ -137,20 +147,21 @@ class TunedLens(nn.Module):
     def forward(self, model: nn.Module, inputs: Any, *, at: Any = None) -> Lens:
         """Run the model and return the scores at every point."""
         reads = Readout(model, self.norm, self.head)
-        values, final = stream_values(model, inputs, self.points, reads, at)
-        with torch.no_grad():
-            scores = torch.stack([reads(self._mapped(place, value)) for place, value in enumerate(values)])
+        with given.steady(model):
+            stream = stream_values(model, inputs, self.points, reads, at)
+            with torch.no_grad():
+                scores = torch.stack([reads(self._mapped(place, value)) for place, value in enumerate(stream.values)])
         settings = {"norm": self.norm, "head": self.head, "at": at}
-        return Lens(self.points, scores, final, self.kind, settings)
+        return Lens(self.points, scores, stream.final, self.kind, settings, stream.mask)
 
-    def loss(self, reads: Readout, values: Sequence[Tensor], final: Tensor) -> Tensor:
-        """Return KL(final ‖ lens), averaged over positions and points."""
-        aim = final.float().log_softmax(-1)
+    def loss(self, reads: Readout, stream: StreamValues) -> Tensor:
+        """Return KL(final ‖ lens), averaged over points and over positions that are no padding."""
+        aim = stream.final.float().log_softmax(-1)
         terms = [
-            (aim.exp() * (aim - reads(self._mapped(place, value)).float().log_softmax(-1))).sum(-1).mean()
-            for place, value in enumerate(values)
+            (aim.exp() * (aim - reads(self._mapped(place, value)).float().log_softmax(-1))).sum(-1)
+            for place, value in enumerate(stream.values)
         ]
-        return torch.stack(terms).mean()
+        return torch.stack([term.mean() if stream.mask is None else term[stream.mask].mean() for term in terms]).mean()
 
     def _mapped(self, place: int, value: Tensor) -> Tensor:
         change = self.maps[place]
@@ -173,7 +184,8 @@ def tuned_lens(
 
     Args:
         model: as for :func:`logit_lens`.
-        batches: inputs. They are kept in a list and used once per epoch.
+        batches: a list of inputs, or one. They are kept in a list and used once per epoch. Padding that an
+            ``attention_mask`` names does not count.
         points: points of the stream.
         epochs: the number of epochs.
         lr: the learning rate of Adam.
@@ -183,31 +195,54 @@ def tuned_lens(
     Returns:
         A :class:`TunedLens`. ``.losses`` has the loss of each step.
     """
-    inputs = list(batches)
-    if not inputs:
-        raise th.RecipeError("there are no batches to learn from")
-    reads = readout(model, inputs[0], norm=norm, head=head)
-    addresses = given.selected(model, points)
-    values, _ = stream_values(model, inputs[0], addresses, reads, None)
-    lens = TunedLens(addresses, values[0].shape[-1], norm=reads.norm, head=reads.head).to(values[0].device)
-    optimizer = torch.optim.Adam(lens.parameters(), lr=lr)
-    for _ in range(epochs):
-        for batch in inputs:
-            values, final = stream_values(model, batch, addresses, reads, None)
-            with torch.enable_grad():
-                loss = lens.loss(reads, values, final)
-            own = list(lens.parameters())
-            for parameter, grad in zip(own, torch.autograd.grad(loss, own), strict=True):
-                parameter.grad = grad
-            optimizer.step()
-            lens.losses.append(float(loss.detach()))
+    if type(epochs) is not int or epochs < 0 or not 0 < lr < math.inf:
+        raise th.RecipeError(
+            f"epochs= is an integer from 0 and lr= a positive number; got {epochs!r:.40} and {lr!r:.40}"
+        )
+    inputs = batches_of(batches, "learn from")
+    with torch.inference_mode(mode=False), given.steady(model):
+        reads = readout(model, inputs[0], norm=norm, head=head)
+        addresses = given.selected(model, points)
+        start = stream_values(model, inputs[0], addresses, reads, None).values[0]
+        lens = TunedLens(addresses, start.shape[-1], norm=reads.norm, head=reads.head).to(start.device)
+        optimizer = torch.optim.Adam(lens.parameters(), lr=lr)
+        own = list(lens.parameters())
+        for _ in range(epochs):
+            for batch in inputs:
+                stream = stream_values(model, batch, addresses, reads, None)
+                with torch.enable_grad():
+                    loss = lens.loss(reads, stream)
+                for parameter, grad in zip(own, torch.autograd.grad(loss, own), strict=True):
+                    parameter.grad = grad
+                optimizer.step()
+                torch.clear_autocast_cache()  # Inside autocast, the next step would use the maps of the first one.
+                lens.losses.append(float(loss.detach()))
+    if not all(bool(parameter.isfinite().all()) for parameter in own):
+        first = next((step for step, value in enumerate(lens.losses) if not math.isfinite(value)), len(lens.losses))
+        raise th.RecipeError(f"the maps are not finite: the loss went wrong at step {first}. Try a smaller lr=")
     lens.zero_grad(set_to_none=True)
     return lens
 
 
-def stream_values(
-    model: nn.Module, inputs: Any, points: Sequence[str], reads: Readout, at: Any
-) -> tuple[list[Tensor], Tensor]:
+def batches_of(batches: Any, purpose: str) -> list[Any]:
+    """Return inputs as a list. They may be one input, a list or a generator."""
+    found = [batches] if isinstance(batches, Tensor | Mapping | tuple) else list(batches)
+    if not found:
+        raise th.RecipeError(f"there are no batches to {purpose}")
+    with torch.inference_mode(mode=False):
+        return [given.normal(each) for each in found]
+
+
+@dataclass(frozen=True)
+class StreamValues:
+    """The values at points of the stream, the model's scores, and which positions are no padding (None: all)."""
+
+    values: list[Tensor]
+    final: Tensor
+    mask: Tensor | None
+
+
+def stream_values(model: nn.Module, inputs: Any, points: Sequence[str], reads: Readout, at: Any) -> StreamValues:
     """Return the values at points of the stream, and the model's scores."""
     args, kwargs = given.arguments(inputs)
     with torch.no_grad(), th.record(model, *points, reads.stream) as tape:
@@ -218,6 +253,15 @@ def stream_values(
         if value.shape != end.shape:
             text = f"the value at {point!r} is {list(value.shape)}, but the stream is {list(end.shape)}"
             raise th.RecipeError(f"{text}. Choose points of that stream, such as the outputs of the blocks.")
+    mask = _mask(kwargs.get("attention_mask"), end)
     if at is None:
-        return values, final
-    return [value[at] for value in values], final[at]
+        return StreamValues(values, final, mask)
+    cut = None if mask is None else mask[..., None].expand(end.shape)[at][..., 0]
+    return StreamValues([value[at] for value in values], final[at], cut)
+
+
+def _mask(given: Any, stream: Tensor) -> Tensor | None:
+    """Return where an attention mask has tokens, if it has padding."""
+    if not isinstance(given, Tensor) or given.shape != stream.shape[:-1] or bool(given.all()):
+        return None
+    return given.bool()

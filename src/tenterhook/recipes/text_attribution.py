@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from inspect import signature
+from inspect import Parameter, signature
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
@@ -14,7 +14,7 @@ from torch.nn.utils.rnn import pad_sequence
 import tenterhook as th
 from tenterhook._text import printable
 from tenterhook.recipes._figures import Pictured, heatmap
-from tenterhook.recipes._inputs import lone, restful
+from tenterhook.recipes._inputs import lone, steady
 from tenterhook.recipes._readout import name_of
 from tenterhook.recipes._residual import TOLERANCE
 from tenterhook.recipes.path import quadrature
@@ -30,8 +30,13 @@ NO_IDS = (
     "the tokenizer gave {given} for a prompt. A tokenizer of transformers is needed: a function from text to "
     "{{'input_ids': ...}}, with decode(). Without one (tokenizer=None), give token ids as prompt and output."
 )
+NOT_IDS = "token ids are integers, in one row for each text; got {given}"
 NOT_CAUSAL = (
     "{kind} is no causal language model with scores for each token (.logits of [examples, tokens, words]): {given}"
+)
+NO_PATTERN = (
+    "{kind} has no attention patterns that are known, so method='attention-rollout' cannot be used: {why}\n"
+    "The other methods need no attention."
 )
 TOP = 3
 
@@ -120,7 +125,7 @@ def text(  # noqa: PLR0913
     Args:
         model: a causal language model, in eval mode.
         tokenizer: the tokenizer; None if prompts and outputs are token ids.
-        prompt: a text, or a list of texts of any lengths.
+        prompt: a text, or a list of texts of any lengths. It may also be what the tokenizer made of them, with padding.
         output: the text that follows the prompt, or one for each prompt. By default, what the model generates.
         method: ``"ig"``, integrated gradients of the embeddings; ``"gradient"``, the size of the gradient;
             ``"input-x-gradient"``; ``"attention-rollout"``, over all layers and heads; ``"erasure"``, the change of the
@@ -141,9 +146,18 @@ def text(  # noqa: PLR0913
         raise th.RecipeError(f"method= is one of {', '.join(map(repr, get_args(Method)))}; got {method!r:.40}")
     if score not in ("logprob", "logit"):
         raise th.RecipeError(f"score= is 'logprob' or 'logit'; got {score!r:.40}")
-    restful(model)
-    texts = _Texts(model, tokenizer, prompt, output, max_new_tokens)
-    run = _Run(model, texts, score)
+    for name, value in (("batch", batch), ("max_new_tokens", max_new_tokens)):
+        if type(value) is not int or value < 1:
+            raise th.RecipeError(f"{name}= is a positive integer; got {value!r:.40}")
+    # Gradients are enabled where they are needed, wherever this is called.
+    with torch.inference_mode(mode=False), torch.no_grad(), steady(model):
+        return _attributed(
+            _Run(model, _Texts(model, tokenizer, prompt, output, max_new_tokens), score), method, baseline, steps, batch
+        )
+
+
+def _attributed(run: _Run, method: Method, baseline: int | None, steps: int, batch: int) -> TextAttribution:
+    texts = run.texts
     computed: dict[str, Callable[[], tuple[Tensor, Tensor | None]]] = {
         "ig": lambda: _integrated(run, baseline, steps, batch),
         "gradient": lambda: (_gradients(run, run.embedded, None).norm(dim=-1), None),
@@ -172,6 +186,7 @@ class _Texts:
     def __init__(self, model: nn.Module, tokenizer: Any, prompt: Any, output: Any, new: int) -> None:
         self._tokenizer = tokenizer
         prompts = [self._ids(each, special=True) for each in _listed(prompt)]
+        self._check(model, prompts)
         if output is None:
             outputs = [_generated(model, ids, new) for ids in prompts]
         else:
@@ -180,6 +195,7 @@ class _Texts:
             raise th.RecipeError(f"give one output for each prompt; got {len(prompts)} and {len(outputs)}")
         if not all(len(each) for each in (*prompts, *outputs)):
             raise th.RecipeError("a prompt or an output is empty: at least one token is needed in each")
+        self._check(model, outputs)
         device = next(model.parameters()).device
         rows = [torch.cat(pair) for pair in zip(prompts, outputs, strict=True)]
         self.ids = pad_sequence(rows, batch_first=True).to(device)
@@ -189,8 +205,10 @@ class _Texts:
         self.named_outputs = tuple(tuple(map(self._name, each.tolist())) for each in outputs)
 
     def _ids(self, given: Any, *, special: bool) -> Tensor:
+        if isinstance(given, Mapping) and len(texts := _without_padding(given)) == 1:
+            given = texts[0]
         if not isinstance(given, str):
-            return torch.as_tensor(given).reshape(-1).cpu()
+            return _as_ids(given)
         if not callable(self._tokenizer):
             raise th.RecipeError(NO_IDS.format(given=f"a {type(self._tokenizer).__name__}"))
         found = self._tokenizer(given, **({} if special else {"add_special_tokens": False}))
@@ -201,13 +219,62 @@ class _Texts:
     def _name(self, token: int) -> str:
         return str(token) if self._tokenizer is None else str(self._tokenizer.decode([token]))
 
+    @staticmethod
+    def _check(model: nn.Module, rows: Sequence[Tensor]) -> None:
+        for row in rows:
+            check_tokens(model, row.tolist())
+
+
+def check_tokens(model: nn.Module, tokens: Sequence[int]) -> None:
+    """Raise if a token is not in the vocabulary of a model, as far as that is known."""
+    ask = getattr(model, "get_input_embeddings", None)
+    count = getattr(ask(), "num_embeddings", None) if callable(ask) else None
+    wrong = next((token for token in tokens if token < 0 or (count is not None and token >= count)), None)
+    if wrong is not None:
+        known = "a token is 0 or more" if count is None else f"the vocabulary has 0 to {count - 1}"
+        raise th.RecipeError(f"there is no token {wrong}: {known}")
+
+
+def _as_ids(given: Any) -> Tensor:
+    try:
+        ids = torch.as_tensor(given)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise th.RecipeError(NOT_IDS.format(given=f"a {type(given).__name__}")) from error
+    if ids.dim() > 2 or (ids.dim() == 2 and len(ids) > 1):  # noqa: PLR2004
+        raise th.RecipeError(NOT_IDS.format(given=f"a tensor of {list(ids.shape)} for one text"))
+    if ids.numel() and (ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool):
+        raise th.RecipeError(NOT_IDS.format(given=str(ids.dtype)))
+    return ids.reshape(-1).long().cpu()
+
 
 def _listed(given: Any) -> list[Any]:
-    if isinstance(given, str) or (isinstance(given, Tensor) and given.dim() == 1):
+    """Return the texts: of one text, of a list of them, or of what a tokenizer has made of them."""
+    if isinstance(given, str):
         return [given]
-    if not isinstance(given, Tensor) and given and all(isinstance(each, int) for each in given):
-        return [given]
-    return list(given)
+    if isinstance(given, Mapping):
+        return _without_padding(given)
+    if isinstance(given, Tensor):
+        return [given] if given.dim() < 2 else list(given)  # noqa: PLR2004
+    given = given.tolist() if hasattr(given, "__array__") else given  # Of numbers or of texts.
+    try:
+        found = list(given)
+    except TypeError as error:
+        raise th.RecipeError(NOT_IDS.format(given=f"a {type(given).__name__}")) from error
+    return [torch.tensor([int(each) for each in found])] if found and all(map(_is_number, found)) else found
+
+
+def _is_number(given: Any) -> bool:
+    return getattr(given, "ndim", 0) == 0 and hasattr(given, "__index__")
+
+
+def _without_padding(given: Mapping[str, Any]) -> list[Any]:
+    """Return the token ids in the output of a tokenizer, without those that its attention mask leaves out."""
+    if "input_ids" not in given:
+        raise th.RecipeError(f"a dict of a tokenizer has 'input_ids'; got one with {', '.join(map(repr, given))}")
+    rows, masks = _listed(given["input_ids"]), given.get("attention_mask")
+    if masks is None:
+        return rows
+    return [_as_ids(row)[_as_ids(mask).bool()] for row, mask in zip(rows, _listed(masks), strict=True)]
 
 
 def _generated(model: nn.Module, ids: Tensor, new: int) -> Tensor:
@@ -224,6 +291,7 @@ class _Run:
 
     def __init__(self, model: nn.Module, texts: _Texts, score: str) -> None:
         self.model, self.texts, self._score = model, texts, score
+        self._arguments = signature(model.forward).parameters
         ask = getattr(model, "get_input_embeddings", None)
         point = name_of(model, ask()) if callable(ask) else None
         if point is None:
@@ -235,8 +303,8 @@ class _Run:
             raise th.RecipeError(NOT_CAUSAL.format(kind=type(model).__name__, given="it has an encoder and a decoder"))
         with torch.no_grad(), th.record(model, point) as tape:
             output = model(**self.inputs(None))
-        logits = getattr(output, "logits", None)
-        if not isinstance(logits, Tensor) or logits.shape[:2] != texts.ids.shape:
+        logits = _logits(output)
+        if not isinstance(logits, Tensor) or logits.shape[:2] != texts.ids.shape or logits.dim() != 3:  # noqa: PLR2004
             shape = list(logits.shape) if isinstance(logits, Tensor) else type(output).__name__
             raise th.RecipeError(NOT_CAUSAL.format(kind=type(model).__name__, given=f"its output is {shape}"))
         self._check_causal(logits)
@@ -251,10 +319,11 @@ class _Run:
         """Raise if another last token of the first text changes the scores before it."""
         last, row = self.texts.before[0] + self.texts.after[0] - 1, torch.zeros(1, dtype=torch.long)
         given = self.inputs(row.to(self.texts.ids.device))
-        given["input_ids"] = given["input_ids"].clone()
-        given["input_ids"][0, last] = 1 - given["input_ids"][0, last].clamp(max=1)  # Token 0 or 1.
+        name = self._ids_name()
+        given[name] = given[name].clone()
+        given[name][0, last] = 1 - given[name][0, last].clamp(max=1)  # Token 0 or 1.
         with torch.no_grad():
-            other = self.model(**given).logits
+            other = _logits(self.model(**given))
         change = (other[0, :last] - logits[0, :last]).abs().max()
         if change > TOLERANCE.get(logits.dtype, 1e-1) * logits[0].abs().max():
             why = f"its output at a token changes by {float(change):.2g} with the tokens after it"
@@ -262,11 +331,20 @@ class _Run:
 
     def inputs(self, rows: Tensor | None) -> dict[str, Any]:
         """Return the arguments of the model, with rows repeated."""
-        given = {"input_ids": self.texts.ids, "attention_mask": self.texts.mask}
+        given = {self._ids_name(): self.texts.ids}
+        if self._takes("attention_mask", unnamed=True):
+            given["attention_mask"] = self.texts.mask
         if rows is not None:
             given = {name: value[rows] for name, value in given.items()}
-        named = signature(self.model.forward).parameters
-        return given | ({"use_cache": False} if "use_cache" in named else {})
+        return given | ({"use_cache": False} if self._takes("use_cache") else {})
+
+    def _ids_name(self) -> str:
+        """Return the name of the argument that takes the tokens."""
+        return "input_ids" if self._takes("input_ids", unnamed=True) else next(iter(self._arguments), "input_ids")
+
+    def _takes(self, name: str, *, unnamed: bool = False) -> bool:
+        kinds = [each.kind for each in self._arguments.values()]
+        return name in self._arguments or (unnamed and Parameter.VAR_KEYWORD in kinds)
 
     def scores(self, embedded: Tensor, rows: Tensor | None) -> Tensor:
         """Return the score of each generated token, ``[row, token]``."""
@@ -277,10 +355,10 @@ class _Run:
     def of_output(self, output: Any, rows: Tensor | None) -> Tensor:
         """Return the score of each generated token in an output."""
         at, tokens = (self.at, self._tokens) if rows is None else (self.at[rows], self._tokens[rows])
-        logits = output.logits
+        logits = _wide(_logits(output))  # In half precision, a log probability has two or three digits.
         logits = logits.log_softmax(-1) if self._score == "logprob" else logits
         found = logits.gather(1, at[..., None].expand(-1, -1, logits.shape[-1]))
-        return found.gather(2, tokens[..., None])[..., 0]  # type: ignore[no-any-return]
+        return found.gather(2, tokens[..., None])[..., 0]
 
     @property
     def tokens(self) -> int:
@@ -291,9 +369,20 @@ class _Run:
         """Return the embeddings of the baseline."""
         if baseline is None:
             return torch.zeros_like(self.embedded)
+        if type(baseline) is not int:
+            raise th.RecipeError(f"baseline= is a token id, or None for zeros; got {baseline!r:.40}")
+        check_tokens(self.model, [baseline])
         with torch.no_grad():
             token: Tensor = self.model.get_submodule(self.point)(self.texts.ids.new_full((1,), baseline))
         return token.expand_as(self.embedded).clone()
+
+
+def _logits(output: Any) -> Any:
+    return output if isinstance(output, Tensor) else getattr(output, "logits", None)
+
+
+def _wide(value: Tensor) -> Tensor:
+    return value.to(torch.promote_types(value.dtype, torch.float32))
 
 
 def _is_encoder_decoder(model: nn.Module) -> bool:
@@ -309,31 +398,40 @@ def _gradients(run: _Run, embedded: Tensor, rows: Tensor | None) -> Tensor:
             torch.autograd.grad(scores[:, place].sum(), leaf, retain_graph=place + 1 < run.tokens)[0]
             for place in range(run.tokens)
         ]
-    return torch.stack(found, 1)
+    return _wide(torch.stack(found, 1))
 
 
 def _integrated(run: _Run, baseline: int | None, steps: int, batch: int) -> tuple[Tensor, Tensor]:
-    start, count = run.start(baseline), len(run.embedded)
-    gap = run.embedded - start
+    start, count = _wide(run.start(baseline)), len(run.embedded)
+    gap = _wide(run.embedded) - start
     places, weights = quadrature(steps, gap)
     total: Any = 0.0
     for some, weight in zip(places.split(max(1, batch // count)), weights.split(max(1, batch // count)), strict=True):
         rows = torch.arange(count, device=gap.device).repeat(len(some))
         at = some.repeat_interleave(count)[:, None, None]
-        slopes = _gradients(run, torch.addcmul(start[rows], gap[rows], at), rows).unflatten(0, (len(some), count))
+        path = torch.addcmul(start[rows], gap[rows], at).to(run.embedded.dtype)
+        slopes = _gradients(run, path, rows).unflatten(0, (len(some), count))
         total = total + torch.einsum("s,sn...->n...", weight, slopes)
     found = (total * gap[:, None]).sum(-1)
     with torch.no_grad():
-        change = run.scores(run.embedded, None) - run.scores(start, None)
+        change = run.scores(run.embedded, None) - run.scores(start.to(run.embedded.dtype), None)
     return found, found.sum(-1) - change
 
 
 def _rollout(run: _Run) -> Tensor:
-    with torch.no_grad(), th.record(run.model, "**@pattern") as tape:
-        run.model(**run.inputs(None))
+    kind, tokens = type(run.model).__name__, run.texts.ids.shape[1]
+    try:
+        with th.record(run.model, "**@pattern") as tape:
+            run.model(**run.inputs(None))
+    except (th.AddressError, th.NeverReached) as error:
+        raise th.RecipeError(NO_PATTERN.format(kind=kind, why=error)) from error
     found: Any = None
-    for point in tape:
+    for point in tape.in_order():  # Layers may run in another order than they are built.
         pattern = lone(tape[point], point).float().mean(1)
+        if pattern.shape[-2:] != (tokens, tokens):
+            why = f"{point!r} is {list(pattern.shape[-2:])} and not [{tokens}, {tokens}]."
+            raise th.RecipeError(NO_PATTERN.format(kind=kind, why=why))
+        pattern = pattern / pattern.sum(-1, keepdim=True)  # With attention sinks, the sum is less than 1.
         mixed = (pattern + torch.eye(pattern.shape[-1], device=pattern.device)) / 2
         found = mixed if found is None else mixed @ found
     at = run.at[..., None].expand(-1, -1, found.shape[-1])
