@@ -56,6 +56,8 @@ class Action:
     """the action is a :class:`Direct` observer"""
     base = 0
     """the key of the first call, for a :class:`Direct` observer"""
+    store: Callable[[int, Any], None] | None = None
+    """the function that stores an entry, for a :class:`Direct` observer"""
     watch: Callable[..., Any] | None = None
     """for an action that watches a gradient: called by the fast path in place of the action"""
 
@@ -87,18 +89,13 @@ class Action:
 class Direct(Protocol):
     """An observer whose plain tensors dispatch stores itself, without calling the observer.
 
-    Dispatch stores ``(tensor, version)`` in ``kept_in`` under the key ``base`` plus the call index. For a tuple such as
-    ``(tensor, None)`` it stores ``(tensor, version, 1)``: the last item is the number of Nones. Only the last ``keep``
-    entries stay: ``keep_under`` then stores an entry and drops the oldest one. If ``keep`` is 0 and another observer
-    watches the gradient, nothing is stored.
+    Dispatch calls ``store`` with the key, which is ``base`` plus the call index, and the entry ``(tensor, version)``.
+    For a tuple such as ``(tensor, None)`` the entry is ``(tensor, version, 1)``: the last item is the number of Nones.
+    If ``store`` is None, another observer watches the gradient, and nothing is stored.
     """
 
-    kept_in: dict[int, Any]
     base: int
-    keep: int
-
-    def keep_under(self, key: int, entry: Any) -> None:
-        """Store an entry, and drop the oldest one if ``keep`` limits them."""
+    store: Callable[[int, Any], None] | None
 
 
 class SkipAction(Action):

@@ -147,7 +147,6 @@ class ModuleActions:
         self.edits_in, self.edits_out, self.looks_in, self.looks_out, self.swaps = (), (), (), (), ()
         self.inner, self.skips, self.guard, self.part = (), (), None, None
         if self.direct is not None:
-            set_free_variable(self.direct, "entries", {})
             set_free_variable(self.direct, "watch", _return_value)
             self.direct = None
 

@@ -306,7 +306,7 @@ class OutputRecorder(Action):
         self._module, self._add, self._last = module, add, last
 
     def __call__(self, value: Any, context: Context) -> None:
-        self.keep_under(self.base + context.call, self.policy.keep(value))
+        self.store(self.base + context.call, self.policy.keep(value))
 
     def taken(self, value: Any, context: Context, _token: int) -> None:
         """Record an output from a compiled graph that has run."""
@@ -314,8 +314,8 @@ class OutputRecorder(Action):
 
     def taken_under(self, key: int, value: Any) -> None:
         """Record an output from a compiled graph under a key of the tape's log."""
-        self.keep_under(key, self.policy.keep_own(value))
+        self.store(key, self.policy.keep_own(value))
 
-    def keep_under(self, key: int, entry: Any) -> None:
+    def store(self, key: int, entry: Any) -> None:
         """Store an entry under a key of the tape's log."""
         store(self._add, self._last, self._module, (key, *entry) if type(entry) is tuple else (key, entry))

@@ -240,8 +240,7 @@ class Recording(Session):
         )
         recorder.track = track
         if call is not None:
-            # Other recorders share its entries, so they do not show whether this one was reached.
-            recorder.direct = False
+            recorder.shares_track, recorder.direct = True, False
         binding = Binding(point, recorder)
         binding.numbers = track.numbers
         bindings.append(binding)
@@ -488,8 +487,8 @@ class _Stopping(Recorder):
         self.direct = False  # Direct storing in dispatch would not notify the session.
         self._session, self._point = session, point
 
-    def store(self, entry: Entry, context: Context) -> None:
-        super().store(entry, context)
+    def keep(self, entry: Entry, context: Context) -> None:
+        super().keep(entry, context)
         self._session.reached(self._point)
 
 

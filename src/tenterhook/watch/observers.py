@@ -206,15 +206,10 @@ class ValueObserver(Action):
 
     observes = True
     again = False
-    keep = base = 0  # The log already has the value.
 
-    def __init__(self, slot: PointSlot, ledger: StepLedger, *, direct: bool, entries: dict[int, Any]) -> None:
+    def __init__(self, slot: PointSlot, ledger: StepLedger, *, direct: bool) -> None:
         self._slot, self._ledger = slot, ledger
-        self.direct = direct
-        self.kept_in = entries  # Dispatch writes here on the fast path. Nothing reads it.
-
-    def keep_under(self, key: int, entry: Any) -> None:
-        """Do nothing."""
+        self.direct = direct  # Dispatch stores nothing, because the log already has the value.
 
     @property
     def reached(self) -> bool:

@@ -77,7 +77,6 @@ class Watch(Delivery, Session):
         self._hooks: list[Any] = []
         self._slots: list[PointSlot] = []
         self._graph = self._graph_statistics(model)
-        self._shared: dict[int, Any] = {}
         self._calls = 0
         self._one_call = False  # True if the last step had one call. Then the next one usually has one too.
         self._waiting = 0  # Calls that are not measured yet ...
@@ -113,7 +112,7 @@ class Watch(Delivery, Session):
         slot = PointSlot(point, careful=careful)
         self._slots.append(slot)
         boundary = point.site is Site.RETURN and point.call is None
-        value = ValueObserver(slot, self._ledger, direct=boundary, entries=self._shared)
+        value = ValueObserver(slot, self._ledger, direct=boundary)
         bindings.append(Binding(point, value))
         if point.explicit and self._graph is None:  # In a graph, nothing says that a point was reached.
             self.required.append([bindings[-1]])
@@ -409,7 +408,6 @@ class Watch(Delivery, Session):
 
     def _measure(self, *more: MeasureRequest, reads_graph: bool = True) -> None:
         """Measure everything in the log together with ``more``, which costs less than measuring them separately."""
-        self._shared.clear()
         # First, because the values come before the gradients of parameters. Not inside a backward pass, where a call
         # would be taken for a recomputation.
         graph = self._graph
