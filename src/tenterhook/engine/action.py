@@ -78,9 +78,6 @@ class Action:
         """True if the action has run at least once."""
         return False
 
-    def rest(self) -> None:
-        """Release what a graph must not keep alive after the session."""
-
     def __call__(self, value: Any, context: Context) -> Any:
         """Run at a value."""
         raise NotImplementedError

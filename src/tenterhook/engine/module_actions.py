@@ -155,9 +155,6 @@ class ModuleActions:
 
         The tape refers to nodes of that graph, so the cycle would keep both alive.
         """
-        looks = [binding for _, binding in self.looks_in] + [*self.looks_out, *self.inner]
-        for binding in looks:
-            binding.action.rest()
         self.session = self.session.without_tape()
         for view in self.views:
             view.session = self.session

@@ -17,7 +17,7 @@ from typing import Any
 from tenterhook.record.held_values import NEWEST, copies_of_held, with_copies
 from tenterhook.record.kept_value import without_graph
 
-__all__ = ["SPAN", "LogEntries", "Returned", "TapeLog", "push_out"]
+__all__ = ["SPAN", "LogEntries", "Returned", "Store", "TapeLog", "push_out"]
 
 # The number of keys of one track. A dict hashes by the low bits of a key, and multiples of this number differ there.
 SPAN = 2**32 + 0x9E3779B1

@@ -277,17 +277,18 @@ class Recording(Session):
             track = tracks[point.address] = Track(entries, point=point)
         return track
 
-    def _gradient_bindings(self, point: Point, entries: GradientSlots) -> list[Binding]:
-        keep, whole = self._keep, self._policy.gather
+    def _gradient_bindings(self, point: Point, slots: GradientSlots) -> list[Binding]:
+        log, whole = self.tape.grad.log, self._policy.gather
+        window = log.window(self._keep)
         if point.site is Site.RETURN:
-            of, passes = number_for(point.module), self.tape.grad.passes
-            return [Binding(point, OutputGradient(entries, keep, whole=whole, passes=passes, of=of))]
+            of = number_for(point.module)
+            return [Binding(point, OutputGradient(log, slots, window, whole=whole, of=of))]
         if point.site is Site.VARIABLE or self._grad == "total":
-            total = TotalGradient(entries, keep, whole=whole)
+            total = TotalGradient(log, slots, window, whole=whole)
             if point.site is not Site.VARIABLE:
                 total.compiled = None  # The tracer cannot see uses of an argument outside the module.
             return [Binding(point, total)]
-        through = InputGradient(entries, keep, whole=whole)
+        through = InputGradient(log, slots, window, whole=whole)
         out = Point(point.path or ":return", Site.RETURN, point.module, point.path, None, point.call, point.explicit)
         return [Binding(point, through), Binding(out, InputGradientOut(through))]
 

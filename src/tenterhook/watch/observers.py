@@ -36,8 +36,9 @@ from tenterhook.pytorch.autograd import (
     tensor_hooks,
 )
 from tenterhook.pytorch.transforms import in_transform
-from tenterhook.record.gradient_slot import GradientSlot, GradientSlots
-from tenterhook.record.recorded_gradients import OutputGradient
+from tenterhook.record.gradient_log import GradientLog
+from tenterhook.record.gradient_slot import GradientSlot
+from tenterhook.record.recorded_gradients import InputGradient, OutputGradient, TotalGradient
 from tenterhook.sites.tensor_hooks import is_edited
 from tenterhook.sites.tensor_wrappers import settled
 from tenterhook.statistics.tensor_signature import plain
@@ -132,7 +133,8 @@ class StepLedger:
         self.owner = object()  # Several watches may be open on a model.
         self.cells: list[tuple[PointSlot, int, GradientSlot, int, bool]] = []
         self.given: dict[tuple[PointSlot, int], Any] = {}
-        self.opened: list[dict[int, Any]] = []
+        self.slots = GradientLog()
+        """the slots of gradients that are recorded by the hooks of ``record``"""
         self.hold, self.held, self.loose = hold, 0, 0
         self.later = False  # True if hooks may be installed when the model returns.
         self.spill = spill
@@ -196,9 +198,8 @@ class StepLedger:
     def _forget(self) -> None:
         """Release the arguments of unfinished calls, and the records that identify recomputations."""
         self.given.clear()
-        for entries in self.opened:
-            entries.clear()
-        self.opened.clear()
+        for slots in self.slots.values():
+            slots.clear()
 
 
 class ValueObserver(Action):
@@ -256,7 +257,7 @@ class GradientObserver(OutputGradient):
     """An action that holds the gradient of a module's output until it is measured."""
 
     def __init__(self, slot: PointSlot, ledger: StepLedger) -> None:
-        super().__init__(GradientSlots(), keep=2**62)
+        super().__init__(ledger.slots)
         self._slot, self._ledger = slot, ledger
         self.watch = _short_way(slot, ledger)  # type: ignore[method-assign]
 
@@ -338,13 +339,13 @@ class CaughtGradientObserver(Action):
     observes = True
     again = True
 
-    def __init__(self, slot: PointSlot, ledger: StepLedger, inner: Any) -> None:
+    def __init__(self, slot: PointSlot, ledger: StepLedger, inner: TotalGradient | InputGradient) -> None:
         self._slot, self._ledger, self._inner = slot, ledger, inner
 
     @property
-    def entries(self) -> dict[int, Any]:
+    def slots(self) -> dict[int, Any]:
         """The gradient slots by call."""
-        return self._inner.entries  # type: ignore[no-any-return]
+        return self._inner.slots
 
     @property
     def reached(self) -> bool:
@@ -373,11 +374,9 @@ class _Parts(dict[Path, Any]):
 
 def _caught(action: Any, apply: Callable[[Any, Context], Any], value: Any, context: Context) -> Any:
     """Call an action of ``record`` that opens a gradient slot. Log the slot with its position in the backward pass."""
-    before = action.entries.get(context.call)
+    before = action.slots.get(context.call)
     result = apply(value, context)
-    cell = action.entries.get(context.call)
-    if cell is not None and before is None:
-        action._ledger.opened.append(action.entries)
+    cell = action.slots.get(context.call)
     if cell is not None and cell is not before and not cell.why:
         cell.parts = _Parts(action._ledger, action._slot)
         number = max((operation_number(edge[0]) for edge in cell.edges if is_numbered(edge[0])), default=0)

@@ -23,7 +23,6 @@ from tenterhook.pytorch.autograd import call_after_backward, current_backward_id
 from tenterhook.pytorch.optimizers import is_step_within_step
 from tenterhook.pytorch.python_code import own_frame
 from tenterhook.pytorch.support import require
-from tenterhook.record.gradient_slot import GradientSlots
 from tenterhook.record.recorded_gradients import InputGradient, InputGradientOut, TotalGradient
 from tenterhook.sites.model_facts import facts
 from tenterhook.sites.module import can_be_called, has_compiled_parts
@@ -122,9 +121,9 @@ class Watch(Delivery, Session):
         if point.site is Site.RETURN:
             gradient = GradientObserver(slot, self._ledger)
         elif point.site is Site.VARIABLE:
-            gradient = CaughtGradientObserver(slot, self._ledger, TotalGradient(GradientSlots(), 2**62))
+            gradient = CaughtGradientObserver(slot, self._ledger, TotalGradient(self._ledger.slots))
         else:
-            through = InputGradient(GradientSlots(), 2**62)
+            through = InputGradient(self._ledger.slots)
             gradient = CaughtGradientObserver(slot, self._ledger, through)
             out = Point(point.path or ":return", Site.RETURN, point.module, point.path, None, point.call)
             bindings.append(Binding(out, InputGradientOut(through)))
