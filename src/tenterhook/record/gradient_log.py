@@ -11,8 +11,6 @@ The hook of a view loses its graph node when the view or its base is changed in 
 
 from __future__ import annotations
 
-import sys
-from collections import defaultdict, deque
 from collections.abc import Callable
 from types import MethodType
 from typing import Any
@@ -36,10 +34,10 @@ from tenterhook.pytorch.autograd import (
 from tenterhook.pytorch.transforms import is_wrapped
 from tenterhook.record.alias_sums import corrected, keeps_layout, note, noted, quiet
 from tenterhook.record.gradient_slot import GradientSlot, GradientSlots
-from tenterhook.record.tape_log import SPAN, push_out
+from tenterhook.record.tape_log import SPAN
 from tenterhook.sites.tensor_hooks import PartOfBase, attach_part, counter_of, is_edited
 
-__all__ = ["GradientLog", "Window", "watch_output"]
+__all__ = ["GradientLog", "watch_output"]
 
 FIRST = object()  # The key of the first hook of a tensor. To hash the hook itself takes longer.
 STRIDED = torch.strided
@@ -52,7 +50,6 @@ Call = tuple[Any, ...]
 """A call whose gradient has not arrived: the graph node and the number of its tensor, for a view also those of its
 base, and the length of its output if this is a tuple, else 0."""
 OF_A_VIEW = 5
-Window = Callable[[int], None] | None
 
 
 class GradientLog(dict[int, GradientSlots]):
@@ -108,20 +105,6 @@ class GradientLog(dict[int, GradientSlots]):
             return False
         self._followers.setdefault(first, []).append((key, length))
         return True
-
-    def window(self, keep: int) -> Window:
-        """Return a function that notes a new call by its key, and drops the oldest one above ``keep`` of its track.
-
-        Return None if all calls are kept.
-        """
-        held, find = defaultdict[int, deque[int]](deque), self.find
-
-        def note_call(key: int) -> None:
-            old, log = push_out(held[key // SPAN], key, keep), find()
-            if old is not None and log is not None:
-                log.drop(old)
-
-        return None if keep == sys.maxsize else note_call
 
     def drop(self, key: int) -> None:
         """Drop a call that is older than the session keeps."""

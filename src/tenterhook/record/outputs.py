@@ -28,7 +28,7 @@ from tenterhook.record.gradient_log import GradientLog, watch_output
 from tenterhook.record.kept_value import GradientOnly, Policy
 from tenterhook.record.recorded_gradients import OutputGradient
 from tenterhook.record.tape import Track
-from tenterhook.record.tape_log import SPAN, LogEntries
+from tenterhook.record.tape_log import SPAN, LogEntries, keep_window
 from tenterhook.sites.tensor_hooks import shows_every_change
 from tenterhook.sites.threads import current
 
@@ -81,7 +81,7 @@ class Outputs(SharedForwards):
         self._gradients: dict[nn.Module, OutputGradient] = {}
         # By the first key of a track, because a tape must refer to its modules weakly.
         self._slots = tape.grad.log if grad else GradientLog()
-        self._window = self._slots.window(keep)
+        self._window = keep_window(keep) if grad else None
         # If other actions record too, entries are stored at once, so that the log keeps the order of the run.
         self._add: Add = log.fresh.append if alone and keep == sys.maxsize else log.adder(keep)
         self._last = log.last_calls() if alone and keep == 1 else None
@@ -250,8 +250,8 @@ class Outputs(SharedForwards):
             if own is None:
                 self._gradient_of(self_).enter(call, since)
                 return self.finish(self_, call, value)
-            if window is not None:
-                window(key)
+            if window is not None and (old := window(key)) is not None:
+                log.drop(old)
             if own is not tensor:
                 log.note(key, number_for(self_))
             if values:

@@ -36,10 +36,11 @@ from tenterhook.pytorch.autograd import (
     tensor_hooks,
 )
 from tenterhook.record.alias_sums import begin_pass, is_shared, note, noted_aliases, number_for
-from tenterhook.record.gradient_log import GradientLog, Window, watch_output
+from tenterhook.record.gradient_log import GradientLog, watch_output
 from tenterhook.record.gradient_slot import GradientSlot, GradientSlots, edge_of, watch
 from tenterhook.record.input_gradient import EnteredCall, hook_shares
 from tenterhook.record.tape import TapeView, Track
+from tenterhook.record.tape_log import Window
 from tenterhook.sites import tensor_hooks as sites
 from tenterhook.sites.tensor_hooks import (
     TensorPlace,
@@ -220,7 +221,7 @@ class _Gradient(Action):
     reached = False
 
     def __init__(
-        self, log: GradientLog, slots: GradientSlots | None = None, window: Window = None, *, whole: bool = False
+        self, log: GradientLog, slots: GradientSlots | None = None, window: Window | None = None, *, whole: bool = False
     ) -> None:
         self._log, self._base = log.find, log.join(GradientSlots() if slots is None else slots)
         self._window = window
@@ -254,10 +255,16 @@ class _Gradient(Action):
 
     def _keep(self, slots: dict[int, Any], call: int, slot: GradientSlot) -> None:
         """Store the slot of a call, and drop the oldest one if the session keeps no more."""
-        self.reached, new = True, call not in slots
+        log, new = self._log(), call not in slots
         slots[call] = slot
-        if new and self._window is not None:
-            self._window(self._base + call)
+        if new and log is not None:
+            self._note_call(log, self._base + call)
+
+    def _note_call(self, log: GradientLog, key: int) -> None:
+        self.reached = True
+        old = self._window(key) if self._window is not None else None
+        if old is not None:
+            log.drop(old)
 
     def taken(self, mark: Any, context: Context, token: int) -> None:
         """Register the gradients of a compiled graph that has run. Its backward pass delivers them by number."""
@@ -278,7 +285,7 @@ class OutputGradient(_Gradient):
         self,
         log: GradientLog,
         slots: GradientSlots | None = None,
-        window: Window = None,
+        window: Window | None = None,
         *,
         whole: bool = False,
         of: int = -1,
@@ -307,9 +314,7 @@ class OutputGradient(_Gradient):
             return None
         own = watch_output(log, key, tensor, since, 0 if value is tensor else len(value))
         if own is not None:
-            self.reached = True
-            if self._window is not None:
-                self._window(key)
+            self._note_call(log, key)
             if own is not tensor:
                 log.note(key, self._of)
         return own
@@ -363,7 +368,7 @@ class InputGradient(_Gradient):
     """
 
     def __init__(
-        self, log: GradientLog, slots: GradientSlots | None = None, window: Window = None, *, whole: bool = False
+        self, log: GradientLog, slots: GradientSlots | None = None, window: Window | None = None, *, whole: bool = False
     ) -> None:
         super().__init__(log, slots, window, whole=whole)
         self.entered: dict[int, EnteredCall] = {}

@@ -17,13 +17,14 @@ from typing import Any
 from tenterhook.record.held_values import NEWEST, copies_of_held, with_copies
 from tenterhook.record.kept_value import without_graph
 
-__all__ = ["SPAN", "LogEntries", "Returned", "Store", "TapeLog", "push_out"]
+__all__ = ["SPAN", "LogEntries", "Returned", "Store", "TapeLog", "Window", "keep_window"]
 
 # The number of keys of one track. A dict hashes by the low bits of a key, and multiples of this number differ there.
 SPAN = 2**32 + 0x9E3779B1
 
 
 Store = Callable[[int, Any], None]
+Window = Callable[[int], int | None]
 Returned = tuple[Any, ...]
 """The output of a call: its key, which is the first key of the module's track plus the call number, and its entry. The
 parts of an entry that is a tuple follow the key without a tuple of their own."""
@@ -34,10 +35,19 @@ def entry_of(returned: Returned) -> Any:
     return returned[1:] if len(returned) > 2 else returned[1]  # noqa: PLR2004
 
 
-def push_out(keys: deque[int], key: int, keep: int) -> int | None:
-    """Add the key of a new entry to the keys of a track. Return the key of the entry to drop, so that ``keep`` stay."""
-    keys.append(key)
-    return keys.popleft() if len(keys) > keep else None
+def keep_window(keep: int) -> Window | None:
+    """Return a function from the key of a new entry to the key of the entry of its track that must be dropped.
+
+    It returns None as long as the track has at most ``keep`` entries. If all entries are kept, there is no function.
+    """
+    held = defaultdict[int, deque[int]](deque)
+
+    def pushed_out(key: int) -> int | None:
+        keys = held[key // SPAN]
+        keys.append(key)
+        return keys.popleft() if len(keys) > keep else None
+
+    return None if keep == sys.maxsize else pushed_out
 
 
 class TapeLog:
@@ -101,15 +111,17 @@ class TapeLog:
 
         After the end of the session it has no effect on the tape.
         """
-        entries, held = self._entries, defaultdict[int, deque[int]](deque)
+        entries, window = self._entries, keep_window(keep)
+        if window is None:
+            return entries.__setitem__
 
         def store(key: int, entry: Any) -> None:
             entries[key] = entry
-            old = push_out(held[key // SPAN], key, keep)
+            old = window(key)
             if old is not None:
                 entries.pop(old, None)
 
-        return entries.__setitem__ if keep == sys.maxsize else store
+        return store
 
     def adder(self, keep: int) -> Callable[[Returned], None]:
         """Return a function that stores an output in the same way."""

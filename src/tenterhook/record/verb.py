@@ -39,7 +39,7 @@ from tenterhook.record.recorded_gradients import (
     TotalGradient,
 )
 from tenterhook.record.tape import Tape, Track
-from tenterhook.record.tape_log import LogEntries
+from tenterhook.record.tape_log import LogEntries, keep_window
 from tenterhook.record.variables import Variables
 from tenterhook.sites.model_facts import facts
 from tenterhook.sites.module import can_be_called
@@ -279,7 +279,7 @@ class Recording(Session):
 
     def _gradient_bindings(self, point: Point, slots: GradientSlots) -> list[Binding]:
         log, whole = self.tape.grad.log, self._policy.gather
-        window = log.window(self._keep)
+        window = keep_window(self._keep)
         if point.site is Site.RETURN:
             of = number_for(point.module)
             return [Binding(point, OutputGradient(log, slots, window, whole=whole, of=of))]
