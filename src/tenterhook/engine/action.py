@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any, Protocol
 from torch import nn
 
 from tenterhook._text import printable
-from tenterhook.address.match import Point
+from tenterhook.address.match import Point, Site
 
 if TYPE_CHECKING:
     from tenterhook.engine.session import Session
 
-__all__ = ["Action", "Binding", "Context", "Direct", "Guard", "SkipAction"]
+__all__ = ["Action", "Binding", "Context", "Direct", "Guard", "OutputHalf", "SkipAction", "both_halves"]
 
 
 class Context:
@@ -95,6 +95,23 @@ class Direct(Protocol):
     store: Callable[[int, Any], None] | None
 
 
+class OutputHalf(Action):
+    """The second half of an action at an argument, which runs at the output of the same call."""
+
+    again = True
+    compiled = "nothing"
+
+    def __init__(self, first: Any) -> None:
+        self._first, self.observes = first, first.observes
+
+    @property
+    def reached(self) -> bool:
+        return bool(self._first.reached)
+
+    def __call__(self, value: Any, context: Context) -> Any:
+        return self._first.leave(value, context)
+
+
 class SkipAction(Action):
     """An edit of a module's output that takes the place of the module's call.
 
@@ -123,6 +140,12 @@ class Guard:
 
     def after(self, module: nn.Module, value: Any) -> None:
         """Get the result of the call, or ``MISSING`` if the call raised."""
+
+
+def both_halves(point: Point, first: Action) -> list[Binding]:
+    """Return the bindings of an action at an argument and of its second half, which is its method ``leave``."""
+    out = Point(point.path or ":return", Site.RETURN, point.module, point.path, None, point.call, point.explicit)
+    return [Binding(point, first), Binding(out, OutputHalf(first))]
 
 
 class Binding:

@@ -59,7 +59,6 @@ __all__ = [
     "GradientSlots",
     "Gradients",
     "InputGradient",
-    "InputGradientOut",
     "OutputGradient",
     "TotalGradient",
 ]
@@ -363,8 +362,8 @@ class TotalGradient(_Gradient):
 class InputGradient(_Gradient):
     """An action that stores the gradient of an argument through one module, without its other uses.
 
-    When the call begins, it stores the graph edges where the argument's gradient arrives. When the call ends,
-    :class:`InputGradientOut` finds the operations that send gradients to these edges.
+    When the call begins, it stores the graph edges where the argument's gradient arrives. When the call ends, ``leave``
+    finds the operations that send gradients to these edges.
     """
 
     def __init__(
@@ -400,23 +399,9 @@ class InputGradient(_Gradient):
             entered.wanted[whole[:2]] = (path, TensorPlace(tensor, layout_of(base)))
             entered.slot.edges += (whole,)
 
-
-class InputGradientOut(Action):
-    """The second half of an :class:`InputGradient`, which runs on the module's output."""
-
-    observes = True
-    again = True
-    compiled = "nothing"
-
-    def __init__(self, way_in: InputGradient) -> None:
-        self._in = way_in
-
-    @property
-    def reached(self) -> bool:
-        return self._in.reached
-
-    def __call__(self, value: Any, context: Context) -> Any:
-        entered = self._in.entered.pop(context.call, None)
+    def leave(self, value: Any, context: Context) -> Any:
+        """Hook the operations of a call that has ended. Return its output."""
+        entered = self.entered.pop(context.call, None)
         if entered is None:
             return None
         outputs: list[Tensor] = []

@@ -18,7 +18,7 @@ from tenterhook.address.match import merged, points_found, points_found_now
 from tenterhook.address.suggest import listed
 from tenterhook.address.walk import Structure, last_structure, with_wrappers
 from tenterhook.compiled import engine_api as compiled
-from tenterhook.engine.action import Action, Binding, Context
+from tenterhook.engine.action import Action, Binding, Context, both_halves
 from tenterhook.engine.runs import Numbering, listen, stop_listening
 from tenterhook.engine.session import Session
 from tenterhook.engine.shared_forward import SharedForwards
@@ -33,7 +33,6 @@ from tenterhook.record.kept_value import Copy, Entry, GradientOnly, Policy, Reco
 from tenterhook.record.outputs import Outputs
 from tenterhook.record.recorded_gradients import (
     InputGradient,
-    InputGradientOut,
     ModelReturned,
     OutputGradient,
     TotalGradient,
@@ -288,9 +287,7 @@ class Recording(Session):
             if point.site is not Site.VARIABLE:
                 total.compiled = None  # The tracer cannot see uses of an argument outside the module.
             return [Binding(point, total)]
-        through = InputGradient(log, slots, window, whole=whole)
-        out = Point(point.path or ":return", Site.RETURN, point.module, point.path, None, point.call, point.explicit)
-        return [Binding(point, through), Binding(out, InputGradientOut(through))]
+        return both_halves(point, InputGradient(log, slots, window, whole=whole))
 
     def require(self, groups: Sequence[Sequence[Point]], found_in: Structure | None) -> None:
         """Require that every explicitly named point is reached, and at least one point of each group."""

@@ -38,7 +38,7 @@ from tenterhook.pytorch.autograd import (
 from tenterhook.pytorch.transforms import in_transform
 from tenterhook.record.gradient_log import GradientLog
 from tenterhook.record.gradient_slot import GradientSlot
-from tenterhook.record.recorded_gradients import InputGradient, OutputGradient, TotalGradient
+from tenterhook.record.recorded_gradients import OutputGradient
 from tenterhook.sites.tensor_hooks import is_edited
 from tenterhook.sites.tensor_wrappers import settled
 from tenterhook.statistics.tensor_signature import plain
@@ -339,13 +339,13 @@ class CaughtGradientObserver(Action):
     observes = True
     again = True
 
-    def __init__(self, slot: PointSlot, ledger: StepLedger, inner: TotalGradient | InputGradient) -> None:
+    def __init__(self, slot: PointSlot, ledger: StepLedger, inner: Any) -> None:
         self._slot, self._ledger, self._inner = slot, ledger, inner
 
     @property
     def slots(self) -> dict[int, Any]:
         """The gradient slots by call."""
-        return self._inner.slots
+        return self._inner.slots  # type: ignore[no-any-return]
 
     @property
     def reached(self) -> bool:
@@ -354,6 +354,10 @@ class CaughtGradientObserver(Action):
     def __call__(self, value: Any, context: Context) -> Any:
         wanted = self._ledger.on and self._ledger.gradients and not in_transform()
         return _caught(self, self._inner, value, context) if wanted else None
+
+    def leave(self, value: Any, context: Context) -> Any:
+        """Finish a call, if the gradient is that of an argument."""
+        return self._inner.leave(value, context)
 
 
 class _Parts(dict[Path, Any]):

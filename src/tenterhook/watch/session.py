@@ -15,7 +15,7 @@ import tenterhook.compiled.engine_api  # registers the support for compiled mode
 import tenterhook.statistics.graph_measure  # noqa: F401 - registers the operation of graphs
 from tenterhook._tree import tensors
 from tenterhook.address import Point, Site
-from tenterhook.engine.action import Binding
+from tenterhook.engine.action import Binding, both_halves
 from tenterhook.engine.install import ForwardPatch, ModuleActions
 from tenterhook.engine.session import Session
 from tenterhook.errors import NonFinite, SessionError, TenterhookWarning
@@ -23,7 +23,7 @@ from tenterhook.pytorch.autograd import call_after_backward, current_backward_id
 from tenterhook.pytorch.optimizers import is_step_within_step
 from tenterhook.pytorch.python_code import own_frame
 from tenterhook.pytorch.support import require
-from tenterhook.record.recorded_gradients import InputGradient, InputGradientOut, TotalGradient
+from tenterhook.record.recorded_gradients import InputGradient, TotalGradient
 from tenterhook.sites.model_facts import facts
 from tenterhook.sites.module import can_be_called, has_compiled_parts
 from tenterhook.watch.across_ranks import Ranks, replicated
@@ -123,13 +123,11 @@ class Watch(Delivery, Session):
         elif point.site is Site.VARIABLE:
             gradient = CaughtGradientObserver(slot, self._ledger, TotalGradient(self._ledger.slots))
         else:
-            through = InputGradient(self._ledger.slots)
-            gradient = CaughtGradientObserver(slot, self._ledger, through)
-            out = Point(point.path or ":return", Site.RETURN, point.module, point.path, None, point.call)
-            bindings.append(Binding(out, InputGradientOut(through)))
+            gradient = CaughtGradientObserver(slot, self._ledger, InputGradient(self._ledger.slots))
         if self._graph is not None:
             gradient.compiled = "nothing"
-        bindings.append(Binding(point, gradient))
+        at_argument = point.site not in (Site.RETURN, Site.VARIABLE)
+        bindings += both_halves(point, gradient) if at_argument else [Binding(point, gradient)]
 
     def _graph_statistics(self, model: nn.Module) -> GraphStatistics | None:
         """Return the slots for statistics in graphs, or None if no part of the model is compiled."""
