@@ -234,8 +234,10 @@ class _Gradient(Action):
 
     def _open(self, value: Any, call: int) -> GradientSlot | None:
         """Return a slot for this call, or None if no gradient can be stored."""
-        slots = self.slots
-        known = slots.get(call)
+        log = self._log()
+        if log is None:
+            return None  # The tape was freed.
+        known = log[self._base].get(call)
         if known is None:
             if acting() is not None:
                 return None  # A recomputed call that was dropped.
@@ -249,17 +251,13 @@ class _Gradient(Action):
         if not self.anywhere and not slot.why and not torch.is_grad_enabled():
             # The tensor had a graph before, but the operations of this module are not part of one.
             slot.why = "no_grad"
-        self._keep(slots, call, slot)
+        log[self._base][call] = slot
+        if known is None:
+            self._note_call(log, self._base + call)
         return None if slot.why else slot
 
-    def _keep(self, slots: dict[int, Any], call: int, slot: GradientSlot) -> None:
-        """Store the slot of a call, and drop the oldest one if the session keeps no more."""
-        log, new = self._log(), call not in slots
-        slots[call] = slot
-        if new and log is not None:
-            self._note_call(log, self._base + call)
-
     def _note_call(self, log: GradientLog, key: int) -> None:
+        """Note a new call by its key, and drop the oldest one if the session keeps no more."""
         self.reached = True
         old = self._window(key) if self._window is not None else None
         if old is not None:
@@ -274,7 +272,10 @@ class _Gradient(Action):
         slot.numbered = {number: path for path, number in numbers}
         for number in slot.numbered:
             expect(token, number, slot)
-        self._keep(self.slots, context.call, slot)
+        log, call = self._log(), context.call
+        if log is not None:
+            log[self._base][call] = slot
+            self._note_call(log, self._base + call)
 
 
 class OutputGradient(_Gradient):

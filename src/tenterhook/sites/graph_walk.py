@@ -28,12 +28,14 @@ def operations(
             continue
         seen.add(node)
         yield node
-        todo.extend(edge[0] for edge in node.next_functions if edge not in ends)
+        for edge in node.next_functions:
+            if edge not in ends:
+                todo.append(edge[0])  # noqa: PERF401 - a comprehension costs a call for each operation
 
 
 def senders(
     starts: Iterable[Any], ends: Container[Edge], *, since: int, seen: set[Any] | None = None
 ) -> list[tuple[Any, int, Edge]]:
     """Return the operations that send a gradient to one of the edges, each with the gradient's index and the edge."""
-    found = operations(starts, since=since, ends=ends, seen=seen)
-    return [(node, index, edge) for node in found for index, edge in enumerate(node.next_functions) if edge in ends]
+    walk = operations(starts, since=since, ends=ends, seen=seen)
+    return [(node, index, edge) for node in walk for index, edge in enumerate(node.next_functions) if edge in ends]
