@@ -62,12 +62,12 @@ def begin(session: Session) -> None:
 
 def join(session: Session) -> None:
     """Do what :func:`begin` does, without a check of this release, which would compile something."""
-    from tenterhook.compiled.entry_points import entries, is_guarded, keep_out
+    from tenterhook.compiled.entry_points import entries, is_guarded
     from tenterhook.compiled.explain_errors import forget
     from tenterhook.compiled.fullgraph_check import check
     from tenterhook.compiled.graph_outputs import GraphOutputs
 
-    keep_out()
+    late_start.keep_own_code_out()
     forget()  # Graphs that are traced from now on include this session.
     session.graph_outputs = GraphOutputs(session)
     session.plan_key = tuple([(str(each.point), *_kind(each.action)) for each in session.bindings])

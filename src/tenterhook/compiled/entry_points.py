@@ -9,7 +9,6 @@ catches a stop, so that the graph ends there.
 from __future__ import annotations
 
 import collections
-import sys
 import weakref
 from collections.abc import Callable
 from types import FunctionType
@@ -27,7 +26,7 @@ from tenterhook.compiled.traced_statistics import measure_collected
 from tenterhook.engine.dispatch import OWN_FILES
 from tenterhook.errors import Stopped
 from tenterhook.pytorch import dynamo_tracing
-from tenterhook.pytorch.dynamo import is_marked_as_traced, original_module, without_compiling
+from tenterhook.pytorch.dynamo import original_module, without_compiling
 from tenterhook.pytorch.dynamo_tracing import (
     DynamoError,
     OptimizedModule,
@@ -43,7 +42,7 @@ if TYPE_CHECKING:
     from tenterhook.engine.install import ForwardPatch
     from tenterhook.engine.session import Session
 
-__all__ = ["ended", "entries", "entry", "is_guarded", "keep_out"]
+__all__ = ["ended", "entries", "entry", "is_guarded"]
 
 PLANS = 64  # The number of plans of one module whose compiled code is kept.
 OWN_PLANS = 4  # Of the eight versions that Dynamo keeps of a module's own code.
@@ -235,30 +234,3 @@ def _copy(patch: ForwardPatch, *, packs: bool) -> Callable[..., Any]:
             known.popitem(last=False)
     known.move_to_end(key)
     return made
-
-
-PROBE = "tenterhook.pytorch.dynamo_probe"  # It checks how Dynamo compiles its functions.
-_kept_out: set[str] = set()
-
-
-def keep_out() -> None:
-    """Keep Dynamo from compiling the engine's own functions outside a graph.
-
-    This marks our own code only. Functions that are inlined into a graph are not marked.
-    """
-    for name, module in list(sys.modules.items()):
-        if name in _kept_out or not name.startswith("tenterhook.") or name == PROBE:
-            continue
-        _kept_out.add(name)
-        for held in list(vars(module).values()):
-            # Probes check how Dynamo compiles the functions in them, so they are not marked.
-            if getattr(held, "__module__", None) == name and "probe" not in getattr(held, "__name__", ""):
-                _mark(held)
-
-
-def _mark(held: Any) -> None:
-    members = list(vars(held).values()) if isinstance(held, type) else [held]
-    for member in members:
-        function = getattr(member, "fget", None) or getattr(member, "__func__", None) or member
-        if isinstance(function, FunctionType) and not is_marked_as_traced(function):
-            dynamo_tracing.keep_out(function.__code__)

@@ -8,23 +8,26 @@ code has run once is remembered, and later sessions on it do not wait.
 
 from __future__ import annotations
 
+import sys
 import weakref
+from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from tenterhook.address.walk import structure
 from tenterhook.engine.install import locked
+from tenterhook.pytorch.dynamo import is_marked_as_traced
 from tenterhook.pytorch.module_calls import CALL_OVERRIDE
 from tenterhook.sites.module import compiled_call
 
 if TYPE_CHECKING:
-    from types import FunctionType
-
     from tenterhook.engine.session import Session
 
-__all__ = ["join_others", "keep_out", "note_run", "runs", "stop_waiting", "wait", "was_compiled"]
+__all__ = ["join_others", "keep_out", "keep_own_code_out", "note_run", "runs", "stop_waiting", "wait", "was_compiled"]
 
+PROBE = "tenterhook.pytorch.dynamo_probe"  # It checks how Dynamo compiles its functions.
+_kept_out: set[str] = set()
 _waiting: list[Session] = []
 _seen: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 """The modules of models that compiled code has run while a session was open on them."""
@@ -64,6 +67,29 @@ def keep_out(function: FunctionType) -> None:
     keep_out(function.__code__)
 
 
+def keep_own_code_out() -> None:
+    """Keep Dynamo from compiling the engine's own functions outside a graph.
+
+    This marks our own code only. Functions that are inlined into a graph are not marked.
+    """
+    for name, module in list(sys.modules.items()):
+        if name in _kept_out or not name.startswith("tenterhook.") or name == PROBE:
+            continue
+        _kept_out.add(name)
+        for held in list(vars(module).values()):
+            # Probes check how Dynamo compiles the functions in them, so they are not marked.
+            if getattr(held, "__module__", None) == name and "probe" not in getattr(held, "__name__", ""):
+                _mark(held)
+
+
+def _mark(held: Any) -> None:
+    members = list(vars(held).values()) if isinstance(held, type) else [held]
+    for member in members:
+        function = getattr(member, "fget", None) or getattr(member, "__func__", None) or member
+        if isinstance(function, FunctionType) and not is_marked_as_traced(function):
+            keep_out(function)
+
+
 def note_run(session: Session) -> None:
     """Remember that compiled code has run the model of a session."""
     if session.model not in _seen:
@@ -79,6 +105,8 @@ def wait(session: Session) -> None:
     if not is_forced_eager():  # These probes compile something, which is not possible once Dynamo has begun.
         works("compiled models")
         can_trace_hooks()
+    if not _kept_out:  # A graph must not begin at our code, which the compiler may find before the session joins.
+        keep_own_code_out()
     call_before_tracing(_tracing_begins)
     _waiting.append(session)
 

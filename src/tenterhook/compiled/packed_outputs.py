@@ -123,15 +123,15 @@ def route(items: Any, parts: dict[str, TracedPart]) -> Route | None:
         part = parts[key]
         if phase != "one" or not _is_mark(values) or part.recorder.policy.device is not None:
             return None
-        found.append((part.recorder.keep_under, part.actions.next_key, values[1], values[2]))
+        found.append((part.recorder.store, part.actions.next_key, values[1], values[2]))
     return found
 
 
 def follow(found: Route, packs: Any) -> None:
     """Store packed values on their tapes."""
     packed_groups = [PackedValues(whole, number) for whole, number in packs]
-    for keep_under, next_key, group, place in found:
-        keep_under(next_key(), LateValue(packed_groups[group], place))
+    for store, next_key, group, place in found:
+        store(next_key(), LateValue(packed_groups[group], place))
 
 
 def unpacked(items: Any, packs: Any) -> list[Any]:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from tenterhook.compiled.serve_spec import GRADIENTS, UNLIKE
-from tenterhook.compiled.trace import any_gradient, emit
+from tenterhook.compiled.trace import any_gradient, emit, own_copy
 from tenterhook.pytorch.dynamo_tracing import graph_break
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ def served(part: TracedPart, serve_spec: ServeSpec, body: Callable[..., Any]) ->
             emit(part, "computed", UNLIKE)
             return body(*args, **kwargs)
         emit(part, "served", tuple(found))
-        return own(pair[1]) if serve_spec.copies else pair[1]
+        return own_copy(pair[1]) if serve_spec.copies else pair[1]
 
     return forward
 
@@ -81,15 +81,3 @@ def apart(kept: Tensor, live: Tensor) -> Tensor:
     between = torch.where(same, 0, kept - live).abs().amax()
     near: Tensor = between <= size * torch.finfo(kept.dtype).eps ** 0.5
     return ~near
-
-
-def own(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.clone()
-    if type(value) is tuple:
-        return tuple([own(part) for part in value])
-    if type(value) is list:
-        return [own(part) for part in value]
-    if type(value) is dict:
-        return {key: own(part) for key, part in value.items()}
-    return value

@@ -144,11 +144,6 @@ class InputGradientEdit(_Base):
         super().__init__(change, check=check)
         self._given: dict[int, list[_GivenGradient]] = {}
 
-    @property
-    def written_back(self) -> _WriteBack:
-        """The action that runs on the module's output. It refers to this one; a reference back would make a cycle."""
-        return _WriteBack(self)
-
     def __call__(self, value: Any, context: Context) -> Any:
         given = self._given[context.call] = []
         for path, tensor in self._wanted(value):
@@ -173,7 +168,7 @@ class InputGradientEdit(_Base):
             hook_tensor(mine.new, unbroken)
         self._hook(mine.new, context)
 
-    def leave(self, value: Any, context: Context) -> None:
+    def leave(self, value: Any, context: Context) -> Any:
         """Finish a call: copy changes that the module made to its argument in place back to the caller's tensor."""
         for mine in self._given.pop(context.call, ()):
             mark_own(mine.new, None)
@@ -183,6 +178,7 @@ class InputGradientEdit(_Base):
                 mine.tensor.copy_(mine.new)
             elif mine.is_copy and any(tensor is mine.new for _, tensor in tensors(value)):
                 mine.after.append(Counter(mine.new))
+        return value
 
 
 class _GivenGradient:
@@ -203,25 +199,6 @@ class _GivenGradient:
     @property
     def changed(self) -> bool:
         return self.new._version != self._version
-
-
-class _WriteBack(Action):
-    """The second half of an InputGradientEdit, which runs on the module's output."""
-
-    observes = False
-    again = True
-    compiled = "nothing"
-
-    def __init__(self, edit: InputGradientEdit) -> None:
-        self._edit = edit
-
-    @property
-    def reached(self) -> bool:
-        return self._edit.reached
-
-    def __call__(self, value: Any, context: Context) -> Any:
-        self._edit.leave(value, context)
-        return value
 
 
 class _Installed(_Base):

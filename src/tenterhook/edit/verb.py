@@ -15,7 +15,7 @@ from tenterhook.edit.output_edits import OutputEdits
 from tenterhook.edit.ready import Edit
 from tenterhook.edit.skip import Skip, SkipEdit
 from tenterhook.edit.variable import refuse_several_places, warn_if_never_read
-from tenterhook.engine.action import Action, Binding, Context
+from tenterhook.engine.action import Action, Binding, Context, both_halves
 from tenterhook.engine.runs import Numbering
 from tenterhook.engine.session import Session
 from tenterhook.engine.shared_forward import SharedForwards
@@ -203,6 +203,4 @@ def _gradient_bindings(point: Point, change: Change, *, check: bool) -> list[Bin
         return [Binding(point, ParameterGradientEdit(change, check=check))]
     if point.site in (Site.RETURN, Site.VARIABLE):
         return [Binding(point, GradientEdit(change, check=check))]
-    through = InputGradientEdit(change, check=check)
-    out = Point(point.path or ":return", Site.RETURN, point.module, point.path, None, point.call, point.explicit)
-    return [Binding(point, through), Binding(out, through.written_back)]
+    return both_halves(point, InputGradientEdit(change, check=check))

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any, Protocol
 from torch import nn
 
 from tenterhook._text import printable
-from tenterhook.address.match import Point
+from tenterhook.address.match import Point, Site
 
 if TYPE_CHECKING:
     from tenterhook.engine.session import Session
 
-__all__ = ["Action", "Binding", "Context", "Direct", "Guard", "SkipAction"]
+__all__ = ["Action", "Binding", "Context", "Direct", "Guard", "OutputHalf", "SkipAction", "both_halves"]
 
 
 class Context:
@@ -56,6 +56,8 @@ class Action:
     """the action is a :class:`Direct` observer"""
     base = 0
     """the key of the first call, for a :class:`Direct` observer"""
+    store: Callable[[int, Any], None] | None = None
+    """the function that stores an entry, for a :class:`Direct` observer"""
     watch: Callable[..., Any] | None = None
     """for an action that watches a gradient: called by the fast path in place of the action"""
 
@@ -76,9 +78,6 @@ class Action:
         """True if the action has run at least once."""
         return False
 
-    def rest(self) -> None:
-        """Release what a graph must not keep alive after the session."""
-
     def __call__(self, value: Any, context: Context) -> Any:
         """Run at a value."""
         raise NotImplementedError
@@ -87,18 +86,30 @@ class Action:
 class Direct(Protocol):
     """An observer whose plain tensors dispatch stores itself, without calling the observer.
 
-    Dispatch stores ``(tensor, version)`` in ``kept_in`` under the key ``base`` plus the call index. For a tuple such as
-    ``(tensor, None)`` it stores ``(tensor, version, 1)``: the last item is the number of Nones. Only the last ``keep``
-    entries stay: ``keep_under`` then stores an entry and drops the oldest one. If ``keep`` is 0 and another observer
-    watches the gradient, nothing is stored.
+    Dispatch calls ``store`` with the key, which is ``base`` plus the call index, and the entry ``(tensor, version)``.
+    For a tuple such as ``(tensor, None)`` the entry is ``(tensor, version, 1)``: the last item is the number of Nones.
+    If ``store`` is None, another observer watches the gradient, and nothing is stored.
     """
 
-    kept_in: dict[int, Any]
     base: int
-    keep: int
+    store: Callable[[int, Any], None] | None
 
-    def keep_under(self, key: int, entry: Any) -> None:
-        """Store an entry, and drop the oldest one if ``keep`` limits them."""
+
+class OutputHalf(Action):
+    """The second half of an action at an argument, which runs at the output of the same call."""
+
+    again = True
+    compiled = "nothing"
+
+    def __init__(self, first: Any) -> None:
+        self._first, self.observes = first, first.observes
+
+    @property
+    def reached(self) -> bool:
+        return bool(self._first.reached)
+
+    def __call__(self, value: Any, context: Context) -> Any:
+        return self._first.leave(value, context)
 
 
 class SkipAction(Action):
@@ -129,6 +140,12 @@ class Guard:
 
     def after(self, module: nn.Module, value: Any) -> None:
         """Get the result of the call, or ``MISSING`` if the call raised."""
+
+
+def both_halves(point: Point, first: Action) -> list[Binding]:
+    """Return the bindings of an action at an argument and of its second half, which is its method ``leave``."""
+    out = Point(point.path or ":return", Site.RETURN, point.module, point.path, None, point.call, point.explicit)
+    return [Binding(point, first), Binding(out, OutputHalf(first))]
 
 
 class Binding:

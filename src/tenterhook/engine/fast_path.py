@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -38,13 +37,10 @@ is_grad_enabled = torch.is_grad_enabled
 def watched(patch: ForwardPatch, actions: ModuleActions, observer: Direct, watch: Watch) -> Forward:
     """Return a forward for a module with two observers, where the second one watches the tensor's gradient.
 
-    If the first observer stores nothing (``keep`` is 0), the second one stores everything, and this forward stores
-    nothing.
+    If the first observer has no ``store``, the second one stores everything, and this forward stores nothing.
     """
     module, original, owner = patch.module, patch.original, actions.owner
-    keep = observer.keep
-    store = observer.kept_in.__setitem__ if keep in (0, sys.maxsize) else observer.keep_under
-    next_key, base, state = actions.next_key, actions.base, patch.module.__dict__
+    store, next_key, base, state = observer.store, actions.next_key, actions.base, patch.module.__dict__
 
     def forward(self: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
         if (
@@ -56,10 +52,10 @@ def watched(patch: ForwardPatch, actions: ModuleActions, observer: Direct, watch
         value = original(*args, **kwargs) if kwargs else original(*args)
         tensor: Any = value if type(value) is Tensor else lone_tensor(value)
         if tensor is not None and tensor.requires_grad and not (state[FORWARD_HOOKS] or GLOBAL_FORWARD_HOOKS):
-            kept = (tensor.detach(), tensor._version) if keep else None
+            kept = (tensor.detach(), tensor._version) if store is not None else None
             own = watch(tensor, key - base, since, kept, value, args, kwargs)
             if own is not None:
-                if kept is not None:
+                if kept is not None and store is not None:
                     store(key, kept if tensor is value else (*kept, len(value) - 1))
                 if own is tensor:
                     return value

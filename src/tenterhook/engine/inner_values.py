@@ -143,13 +143,7 @@ class RewrittenFunction:
             except RuntimeError:  # Inference tensors have no version, and sparse tensors no storage of their own.
                 return self._value(place, value)
             if not actions.over:
-                executions, entries = actions.executions, action.kept_in
-                count = executions.get(binding, 0)
-                executions[binding] = count + 1
-                key = action.base + count
-                entries[key] = entry
-                if count >= action.keep:
-                    entries.pop(key - action.keep, None)
+                action.store(action.base + _next_execution(actions, binding), entry)
             return value
         return self._value(place, value)
 

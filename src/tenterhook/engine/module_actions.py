@@ -147,7 +147,6 @@ class ModuleActions:
         self.edits_in, self.edits_out, self.looks_in, self.looks_out, self.swaps = (), (), (), (), ()
         self.inner, self.skips, self.guard, self.part = (), (), None, None
         if self.direct is not None:
-            set_free_variable(self.direct, "entries", {})
             set_free_variable(self.direct, "watch", _return_value)
             self.direct = None
 
@@ -156,9 +155,6 @@ class ModuleActions:
 
         The tape refers to nodes of that graph, so the cycle would keep both alive.
         """
-        looks = [binding for _, binding in self.looks_in] + [*self.looks_out, *self.inner]
-        for binding in looks:
-            binding.action.rest()
         self.session = self.session.without_tape()
         for view in self.views:
             view.session = self.session

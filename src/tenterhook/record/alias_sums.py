@@ -17,7 +17,7 @@ from __future__ import annotations
 import itertools
 import operator
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
@@ -31,6 +31,7 @@ from tenterhook.pytorch.autograd import (
     sequence_number,
     size_and_stride,
 )
+from tenterhook.sites.graph_walk import Edge, operations
 
 __all__ = [
     "begin_pass",
@@ -43,8 +44,6 @@ __all__ = [
     "number_for",
     "quiet",
 ]
-
-Edge = tuple[Any, int]
 
 
 class Noted(Protocol):
@@ -188,7 +187,7 @@ class BackwardPass:
         """Search the graph behind some operations for those that send gradients to aliases, and hook them."""
         if not self._groups or all(start in self._seen for start in starts):
             return
-        for node in self._newer(*starts):
+        for node in operations(starts, since=self._oldest, seen=self._seen):
             if type(node).__name__ == "AsStridedBackward0":
                 self._look_at_view(node)
             for index, edge in enumerate(node.next_functions):
@@ -215,17 +214,6 @@ class BackwardPass:
             hook = _as_it_came(*size_and_stride(view))
             self._handles += [node.register_hook(hook) for node in nodes if node not in self._changes]
             self._changes.update(nodes)
-
-    def _newer(self, *starts: Any) -> Iterator[Any]:
-        """Yield the operations reachable from ``starts`` that are not older than all original tensors."""
-        todo = list(starts)
-        while todo:
-            node = todo.pop()
-            if node is None or node in self._seen or operation_number(node) < self._oldest:
-                continue
-            self._seen.add(node)
-            yield node
-            todo.extend([before for before, _ in node.next_functions])
 
     def _listen(self, base: Edge, group: list[Edge]) -> None:
         made = self.sums.get(base)

@@ -6,16 +6,15 @@ A walk through the graph from the module's outputs back to the argument finds th
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
-from torch.autograd.graph import Node
 
 from tenterhook._tree import Path
-from tenterhook.pytorch.autograd import operation_number
 from tenterhook.record.gradient_slot import GradientSlot, SharedMemoryHook
+from tenterhook.sites.graph_walk import Edge, senders
 from tenterhook.sites.tensor_hooks import TensorPlace, attach_part, base_of, layout_of
 
 __all__ = ["EnteredCall", "hook_shares"]
@@ -28,7 +27,7 @@ class EnteredCall:
     slot: GradientSlot
     since: int
     given: list[tuple[Path, Tensor, int]] = field(default_factory=list)
-    wanted: dict[Any, tuple[Path, TensorPlace | None]] = field(default_factory=dict)
+    wanted: dict[Edge, tuple[Path, TensorPlace | None]] = field(default_factory=dict)
 
 
 def hook_shares(entered: EnteredCall, outputs: list[Tensor]) -> None:
@@ -41,7 +40,10 @@ def hook_shares(entered: EnteredCall, outputs: list[Tensor]) -> None:
             starts.append(tensor.grad_fn)
         else:
             shown[path] = _watch_shown(slot, path, tensor, outputs)
-    for node, index, path, place in _consumers(starts, entered):
+    # The gradient of a view arrives at its base if the module has changed it in place.
+    ends = {edge for edge, (_, place) in entered.wanted.items() if place is None or place.changed}
+    for node, index, edge in senders(starts, ends, since=entered.since):
+        path, place = entered.wanted[edge]
         node.register_hook(_share(slot, index, path, place, shown.get(path, [])))
 
 
@@ -60,26 +62,6 @@ def _watch_shown(slot: GradientSlot, path: Path, tensor: Tensor, outputs: list[T
             SharedMemoryHook(slot, path, places, None if base is None else TensorPlace(tensor, layout_of(base))),
         )
     return places
-
-
-def _consumers(starts: Iterable[Node | None], entered: EnteredCall) -> list[tuple[Node, int, Path, TensorPlace | None]]:
-    """Return the operations between ``starts`` and the wanted edges that send a gradient to one of these edges."""
-    found: list[tuple[Node, int, Path, TensorPlace | None]] = []
-    seen: set[Node] = set()
-    todo = list(starts)
-    while todo:
-        node = todo.pop()
-        # An older operation ran before the module.
-        if node is None or node in seen or operation_number(node) < entered.since:
-            continue
-        seen.add(node)
-        for index, (before, output) in enumerate(node.next_functions):
-            path, place = entered.wanted.get((before, output), (None, None))
-            if path is not None and (place is None or place.changed):
-                found.append((node, index, path, place))
-            else:
-                todo.append(before)
-    return found
 
 
 def _share(

@@ -7,7 +7,6 @@ kept by reference together with its version, and reading it compares the version
 from __future__ import annotations
 
 import sys
-from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -22,7 +21,7 @@ from tenterhook.sites.tensor_hooks import shows_every_change
 from tenterhook.sites.tensor_wrappers import gathered, settled
 
 if TYPE_CHECKING:
-    from tenterhook.record.tape_log import LogEntries
+    from tenterhook.record.tape_log import LogEntries, Store
 
 __all__ = ["Copy", "Entry", "GradientOnly", "KeptValue", "Policy", "Recorder", "read", "value", "without_graph"]
 
@@ -139,18 +138,13 @@ class GradientOnly(Action):
     again = False
     compiled = "nothing"
     direct = True
-    keep = base = 0
 
     def __init__(self, gradient: Any) -> None:
-        self.kept_in: dict[int, Entry] = {}
         self._gradient = gradient
 
     @property
     def reached(self) -> bool:
         return bool(self._gradient.reached)
-
-    def keep_under(self, key: int, entry: Entry) -> None:
-        """Do nothing."""
 
     def __call__(self, value: Any, context: Context) -> None:
         """Do nothing. The action for the gradient does all the work."""
@@ -162,42 +156,36 @@ class Recorder(Action):
     observes = True
     again = False
     compiled = "value"
+    store: Store
     passed = False
+    shares_track = False
+    """other recorders use its track too, so the entries do not show whether this one was reached"""
     track: Any = None
 
     def __init__(self, policy: Policy, entries: LogEntries, keep: int = sys.maxsize) -> None:
-        self.entries, self.kept_in, self.base = entries, entries.stored, entries.base
-        self.policy, self.keep, self.direct = policy, keep, policy.by_reference
-        self._keys: deque[int] = deque()  # Of the entries, if keep limits them. A call that raised has none.
+        self.entries, self.base, self.store = entries, entries.base, entries.store(keep)
+        self.policy, self.direct = policy, policy.by_reference
 
     @property
     def reached(self) -> bool:
-        # Dispatch can store entries without a call of this action. Then look for an entry, or for a cleared tape.
-        return self.passed or (self.direct and (bool(self.entries) or bool(self.track and self.track.cleared)))
+        # Entries can be stored without a call of this action. Then look for an entry, or for a cleared tape.
+        return self.passed or (not self.shares_track and bool(self.entries or (self.track and self.track.cleared)))
 
     def __call__(self, value: Any, context: Context) -> None:
-        self.store(self.policy.keep(value), context)
+        self.keep(self.policy.keep(value), context)
 
     def taken(self, value: Any, context: Context, _token: int) -> None:
         """Record a value from a compiled graph that has run."""
-        self.store(self.policy.keep_own(value), context)
+        self.keep(self.policy.keep_own(value), context)
 
     def taken_under(self, key: int, value: Any) -> None:
         """Record a value from a compiled graph under a key of the tape's log."""
-        self.keep_under(key, self.policy.keep_own(value))
+        self.store(key, self.policy.keep_own(value))
 
-    def keep_under(self, key: int, entry: Any) -> None:
-        """Store an entry under a key of the tape's log, and drop the oldest one if ``keep`` limits them."""
+    def keep(self, entry: Entry, context: Context) -> None:
+        """Store the entry of a call on the tape."""
         self.passed = True
-        self.kept_in[key] = entry
-        if self.keep != sys.maxsize:
-            self._keys.append(key)
-            if len(self._keys) > self.keep:
-                self.kept_in.pop(self._keys.popleft(), None)
-
-    def store(self, entry: Entry, context: Context) -> None:
-        """Store an entry on the tape."""
-        self.keep_under(self.base + context.call, entry)
+        self.store(self.base + context.call, entry)
 
 
 def value(entry: Entry) -> Any:

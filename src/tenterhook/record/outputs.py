@@ -28,7 +28,7 @@ from tenterhook.record.gradient_log import GradientLog, watch_output
 from tenterhook.record.kept_value import GradientOnly, Policy
 from tenterhook.record.recorded_gradients import OutputGradient
 from tenterhook.record.tape import Track
-from tenterhook.record.tape_log import SPAN, LogEntries
+from tenterhook.record.tape_log import SPAN, LogEntries, keep_window
 from tenterhook.sites.tensor_hooks import shows_every_change
 from tenterhook.sites.threads import current
 
@@ -57,7 +57,7 @@ class Outputs(SharedForwards):
     """
 
     __slots__ = (
-        "_add", "_bases", "_grad", "_gradients", "_keep", "_last", "_policy", "_slots", "_tape", "_values", "points",
+        "_add", "_bases", "_grad", "_gradients", "_last", "_policy", "_slots", "_tape", "_values", "_window", "points",
     )  # fmt: skip
 
     def __init__(
@@ -77,10 +77,11 @@ class Outputs(SharedForwards):
         log = tape.log
         self._bases = log.new_bases(len(modules))
         SharedForwards.__init__(self, session, dict(zip(modules, self._bases, strict=True)))
-        self._tape, self._policy, self._keep, self._grad, self._values = tape, policy, keep, grad, values
+        self._tape, self._policy, self._grad, self._values = tape, policy, grad, values
         self._gradients: dict[nn.Module, OutputGradient] = {}
         # By the first key of a track, because a tape must refer to its modules weakly.
-        self._slots = tape.grad.passes if grad else GradientLog()
+        self._slots = tape.grad.log if grad else GradientLog()
+        self._window = keep_window(keep) if grad else None
         # If other actions record too, entries are stored at once, so that the log keeps the order of the run.
         self._add: Add = log.fresh.append if alone and keep == sys.maxsize else log.adder(keep)
         self._last = log.last_calls() if alone and keep == 1 else None
@@ -226,7 +227,7 @@ class Outputs(SharedForwards):
         """
         keys, add, last, owner = self.modules, self._add, self._last, current.token
         keep, values = self._policy.keep, self._values
-        log, limit, whole = self._slots, self._keep, self._policy.gather
+        log, window, whole = self._slots, self._window, self._policy.gather
 
         def forward(self_: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
             key = keys.get(self_)
@@ -249,8 +250,8 @@ class Outputs(SharedForwards):
             if own is None:
                 self._gradient_of(self_).enter(call, since)
                 return self.finish(self_, call, value)
-            if call >= limit:
-                log.drop(key - limit)
+            if window is not None and (old := window(key)) is not None:
+                log.drop(old)
             if own is not tensor:
                 log.note(key, number_for(self_))
             if values:
@@ -273,10 +274,10 @@ class Outputs(SharedForwards):
     def _gradient_of(self, module: nn.Module) -> OutputGradient:
         gradient = self._gradients.get(module)
         if gradient is None:
-            slots, of, calls = self._slots[self._base(module)], number_for(module), self.calls_of(module)
-            gradient = self._gradients[module] = OutputGradient(
-                slots, self._keep, whole=self._policy.gather, passes=self._slots, of=of, calls=calls
-            )
+            slots, whole = self._slots[self._base(module)], self._policy.gather
+            gradient = OutputGradient(self._slots, slots, self._window, whole=whole, of=number_for(module))
+            gradient.reached = self.calls_of(module) > 0
+            self._gradients[module] = gradient
         return gradient
 
 
@@ -306,7 +307,7 @@ class OutputRecorder(Action):
         self._module, self._add, self._last = module, add, last
 
     def __call__(self, value: Any, context: Context) -> None:
-        self.keep_under(self.base + context.call, self.policy.keep(value))
+        self.store(self.base + context.call, self.policy.keep(value))
 
     def taken(self, value: Any, context: Context, _token: int) -> None:
         """Record an output from a compiled graph that has run."""
@@ -314,8 +315,8 @@ class OutputRecorder(Action):
 
     def taken_under(self, key: int, value: Any) -> None:
         """Record an output from a compiled graph under a key of the tape's log."""
-        self.keep_under(key, self.policy.keep_own(value))
+        self.store(key, self.policy.keep_own(value))
 
-    def keep_under(self, key: int, entry: Any) -> None:
+    def store(self, key: int, entry: Any) -> None:
         """Store an entry under a key of the tape's log."""
         store(self._add, self._last, self._module, (key, *entry) if type(entry) is tuple else (key, entry))

@@ -25,6 +25,7 @@ from tenterhook._tree import Path, replace_at, tensors
 from tenterhook.address.grammar import CallRange
 from tenterhook.compiled.expected_gradients import expect
 from tenterhook.engine.action import Action, Context
+from tenterhook.engine.recompute import acting
 from tenterhook.errors import GradientError, NoBackward, NoGradient, TenterhookError
 from tenterhook.pytorch.autograd import (
     call_after_backward,
@@ -39,6 +40,7 @@ from tenterhook.record.gradient_log import GradientLog, watch_output
 from tenterhook.record.gradient_slot import GradientSlot, GradientSlots, edge_of, watch
 from tenterhook.record.input_gradient import EnteredCall, hook_shares
 from tenterhook.record.tape import TapeView, Track
+from tenterhook.record.tape_log import Window
 from tenterhook.sites import tensor_hooks as sites
 from tenterhook.sites.tensor_hooks import (
     TensorPlace,
@@ -57,7 +59,6 @@ __all__ = [
     "GradientSlots",
     "Gradients",
     "InputGradient",
-    "InputGradientOut",
     "OutputGradient",
     "TotalGradient",
 ]
@@ -79,13 +80,12 @@ class Gradients(Drawn, TapeView):
         super().__init__(tape._model())
         self._aliases = tape._aliases
         self._tape = weakref.ref(tape)
-        self.passes = GradientLog()
-        """The gradients that arrive in the most frequent case."""
+        self.log = GradientLog()
         self._ends: list[Any] = []
 
     @property
     def _tracks(self) -> dict[str, Track]:
-        self.passes.settle()
+        self.log.settle()
         return super()._tracks
 
     def returned(self, value: Any) -> Any:
@@ -117,7 +117,7 @@ class Gradients(Drawn, TapeView):
 
     def end(self) -> None:
         """Release the graphs at the end of the session, if a backward pass has used one of them."""
-        log, slots = self.passes, self._made_slots()
+        log, slots = self.log, self._made_slots()
         if log.found or any(slot.spent for slot in slots):
             self._ends.clear()
             log.settle(found=False)
@@ -127,12 +127,12 @@ class Gradients(Drawn, TapeView):
 
     def slots(self) -> list[GradientSlot]:
         """Return every slot of the tape."""
-        self.passes.settle()
+        self.log.settle()
         return self._made_slots()
 
     def _made_slots(self) -> list[GradientSlot]:
         # Before the tape is first read, it has no tracks.
-        tracks = self.passes.values() if self.make_tracks is not None else [t.entries for t in self._made.values()]
+        tracks = self.log.values() if self.make_tracks is not None else [t.entries for t in self._made.values()]
         return [entry for entries in tracks for entry in entries.values() if isinstance(entry, GradientSlot)]
 
     def _find(self, address: str) -> tuple[str, int | CallRange | None]:
@@ -208,37 +208,42 @@ class ModelReturned(Action):
 
 
 class _Gradient(Action):
-    """The base of the actions below. It has one slot per call, and no new slot if a call is only recomputed."""
+    """The base of the actions below. It has one slot per call, and no new slot if a call is only recomputed.
+
+    It refers to the log weakly, because the tape may hold a graph that holds this action.
+    """
 
     observes = True
     again = True
     compiled: str | None = "gradient"
     anywhere = False  # Whether to include gradients that do not flow through the module.
+    reached = False
 
-    def __init__(self, entries: GradientSlots, keep: int, *, whole: bool = False) -> None:
-        self.entries, self.keep = entries, keep
-        self._find: weakref.ref[GradientSlots] | None = None
+    def __init__(
+        self, log: GradientLog, slots: GradientSlots | None = None, window: Window | None = None, *, whole: bool = False
+    ) -> None:
+        self._log, self._base = log.find, log.join(GradientSlots() if slots is None else slots)
+        self._window = window
         self._whole = whole
-        self._latest = -1
 
     @property
-    def reached(self) -> bool:
-        return self._latest >= 0
-
-    def rest(self) -> None:
-        """Hold the tape's slots weakly after the session, because the tape may hold a graph that holds this action."""
-        if self._find is None:
-            self._find, self.entries = weakref.ref(self.entries), GradientSlots()
+    def slots(self) -> dict[int, Any]:
+        """The slots by call, or an empty dict if the tape was freed."""
+        log = self._log()
+        return {} if log is None else log[self._base]
 
     def _open(self, value: Any, call: int) -> GradientSlot | None:
         """Return a slot for this call, or None if no gradient can be stored."""
-        entries = self.entries if self._find is None else self._find()
-        if entries is None:
+        log = self._log()
+        if log is None:
             return None  # The tape was freed.
-        known = entries.get(call)
-        # Backward runs through the graph of the first run and not of a recomputation, unless the first run had no
-        # graph.
-        if (known is not None and not known.why) or call <= self._latest - self.keep:
+        known = log[self._base].get(call)
+        if known is None:
+            if acting() is not None:
+                return None  # A recomputed call that was dropped.
+        elif not known.why:
+            # Backward runs through the graph of the first run and not of a recomputation, unless the first run had no
+            # graph.
             return None
         slot = GradientSlot(value, "") if type(value) is Tensor and value.requires_grad else GradientSlot(value)
         if self._whole:
@@ -246,27 +251,31 @@ class _Gradient(Action):
         if not self.anywhere and not slot.why and not torch.is_grad_enabled():
             # The tensor had a graph before, but the operations of this module are not part of one.
             slot.why = "no_grad"
-        entries[call] = slot
-        self._latest = max(self._latest, call)
-        if call >= self.keep:
-            entries.pop(call - self.keep, None)
+        log[self._base][call] = slot
+        if known is None:
+            self._note_call(log, self._base + call)
         return None if slot.why else slot
+
+    def _note_call(self, log: GradientLog, key: int) -> None:
+        """Note a new call by its key, and drop the oldest one if the session keeps no more."""
+        self.reached = True
+        old = self._window(key) if self._window is not None else None
+        if old is not None:
+            log.drop(old)
 
     def taken(self, mark: Any, context: Context, token: int) -> None:
         """Register the gradients of a compiled graph that has run. Its backward pass delivers them by number."""
         shape, numbers, why = mark
-        call = context.call
-        if call <= self._latest - self.keep:
-            return
-        slot = self.entries[call] = GradientSlot(shape, "")
+        slot = GradientSlot(shape, "")
         slot.why = why
         slot.spent = True  # A compiled graph has no edges for this slot; only a complete backward pass delivers it.
         slot.numbered = {number: path for path, number in numbers}
         for number in slot.numbered:
             expect(token, number, slot)
-        self._latest = max(self._latest, call)
-        if call >= self.keep:
-            self.entries.pop(call - self.keep, None)
+        log, call = self._log(), context.call
+        if log is not None:
+            log[self._base][call] = slot
+            self._note_call(log, self._base + call)
 
 
 class OutputGradient(_Gradient):
@@ -274,20 +283,15 @@ class OutputGradient(_Gradient):
 
     def __init__(
         self,
-        entries: GradientSlots,
-        keep: int,
+        log: GradientLog,
+        slots: GradientSlots | None = None,
+        window: Window | None = None,
         *,
         whole: bool = False,
-        passes: GradientLog | None = None,
         of: int = -1,
-        calls: int = 0,
     ) -> None:
-        super().__init__(entries, keep, whole=whole)
-        # For the fast path: the session's log, the first key there, and the number of the module.
-        self._log, self._base, self._of = _no_log, 0, of
-        if passes is not None:
-            self._log, self._base = passes.find, passes.join(entries)
-        self._latest = calls - 1  # A shared forward may have served earlier calls.
+        super().__init__(log, slots, window, whole=whole)
+        self._of = of  # The number of the module.
         self._since: dict[int, int] = {}
 
     def enter(self, call: int, since: int, *_given: Any) -> None:
@@ -310,9 +314,7 @@ class OutputGradient(_Gradient):
             return None
         own = watch_output(log, key, tensor, since, 0 if value is tensor else len(value))
         if own is not None:
-            self._latest = call
-            if call >= self.keep:
-                log.drop(key - self.keep)
+            self._note_call(log, key)
             if own is not tensor:
                 log.note(key, self._of)
         return own
@@ -344,11 +346,6 @@ class OutputGradient(_Gradient):
         return alias
 
 
-def _no_log() -> GradientLog | None:
-    """Return None, for an action that uses no log."""
-    return None
-
-
 class TotalGradient(_Gradient):
     """An action that stores the gradient of an argument from all its uses, in this module and elsewhere."""
 
@@ -366,12 +363,14 @@ class TotalGradient(_Gradient):
 class InputGradient(_Gradient):
     """An action that stores the gradient of an argument through one module, without its other uses.
 
-    When the call begins, it stores the graph edges where the argument's gradient arrives. When the call ends,
-    :class:`InputGradientOut` finds the operations that send gradients to these edges.
+    When the call begins, it stores the graph edges where the argument's gradient arrives. When the call ends, ``leave``
+    finds the operations that send gradients to these edges.
     """
 
-    def __init__(self, entries: GradientSlots, keep: int, *, whole: bool = False) -> None:
-        super().__init__(entries, keep, whole=whole)
+    def __init__(
+        self, log: GradientLog, slots: GradientSlots | None = None, window: Window | None = None, *, whole: bool = False
+    ) -> None:
+        super().__init__(log, slots, window, whole=whole)
         self.entered: dict[int, EnteredCall] = {}
 
     def __call__(self, value: Any, context: Context) -> None:
@@ -401,23 +400,9 @@ class InputGradient(_Gradient):
             entered.wanted[whole[:2]] = (path, TensorPlace(tensor, layout_of(base)))
             entered.slot.edges += (whole,)
 
-
-class InputGradientOut(Action):
-    """The second half of an :class:`InputGradient`, which runs on the module's output."""
-
-    observes = True
-    again = True
-    compiled = "nothing"
-
-    def __init__(self, way_in: InputGradient) -> None:
-        self._in = way_in
-
-    @property
-    def reached(self) -> bool:
-        return self._in.reached
-
-    def __call__(self, value: Any, context: Context) -> Any:
-        entered = self._in.entered.pop(context.call, None)
+    def leave(self, value: Any, context: Context) -> Any:
+        """Hook the operations of a call that has ended. Return its output."""
+        entered = self.entered.pop(context.call, None)
         if entered is None:
             return None
         outputs: list[Tensor] = []

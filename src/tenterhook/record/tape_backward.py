@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,6 +12,7 @@ from tenterhook._tree import describe
 from tenterhook.errors import GradientError
 from tenterhook.record.gradient_slot import GradientSlot
 from tenterhook.record.recorded_gradients import NONE_RECORDED, WHY
+from tenterhook.sites.graph_walk import Edge, operations
 
 if TYPE_CHECKING:
     from tenterhook.record.tape import Tape
@@ -89,7 +89,7 @@ def _to_points(
     leaves = [(slot, leaf) for slot in slots if slot.leaf is not None and (leaf := slot.leaf()) is not None]
     parameters = [get_gradient_edge(leaf) for _, leaf in leaves]
     wanted = [*parameters, *(edge for slot in slots for edge in slot.edges)]
-    targets = list(dict.fromkeys(edge[:2] for edge in [*wanted, *(_ends(loss) if _has_lost_one(tape) else ())]))
+    targets = list(dict.fromkeys(edge[:2] for edge in [*wanted, *(_leaves(loss) if _has_lost_one(tape) else ())]))
     before = [_caught(slot) for slot in slots]
     for slot, _ in leaves:
         slot.silent = True
@@ -116,17 +116,9 @@ def _has_lost_one(tape: Tape) -> bool:
     return any(isinstance(slot, GradientSlot) and slot.spent for slot in latest)
 
 
-def _ends(loss: Tensor) -> Iterator[Any]:
-    """Yield the leaf edges of the graph of a loss."""
-    todo, seen = [loss.grad_fn], set()
-    while todo:
-        node = todo.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        if not node.next_functions:
-            yield node, 0
-        todo.extend(before for before, _ in node.next_functions)
+def _leaves(loss: Tensor) -> list[Edge]:
+    """Return the leaf edges of the graph of a loss."""
+    return [(node, 0) for node in operations([loss.grad_fn]) if not node.next_functions]
 
 
 def _caught(slot: GradientSlot) -> int:

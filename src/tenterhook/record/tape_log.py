@@ -17,12 +17,14 @@ from typing import Any
 from tenterhook.record.held_values import NEWEST, copies_of_held, with_copies
 from tenterhook.record.kept_value import without_graph
 
-__all__ = ["SPAN", "LogEntries", "Returned", "TapeLog"]
+__all__ = ["SPAN", "LogEntries", "Returned", "Store", "TapeLog", "Window", "keep_window"]
 
 # The number of keys of one track. A dict hashes by the low bits of a key, and multiples of this number differ there.
 SPAN = 2**32 + 0x9E3779B1
 
 
+Store = Callable[[int, Any], None]
+Window = Callable[[int], int | None]
 Returned = tuple[Any, ...]
 """The output of a call: its key, which is the first key of the module's track plus the call number, and its entry. The
 parts of an entry that is a tuple follow the key without a tuple of their own."""
@@ -33,11 +35,26 @@ def entry_of(returned: Returned) -> Any:
     return returned[1:] if len(returned) > 2 else returned[1]  # noqa: PLR2004
 
 
+def keep_window(keep: int) -> Window | None:
+    """Return a function from the key of a new entry to the key of the entry of its track that must be dropped.
+
+    It returns None as long as the track has at most ``keep`` entries. If all entries are kept, there is no function.
+    """
+    held = defaultdict[int, deque[int]](deque)
+
+    def pushed_out(key: int) -> int | None:
+        keys = held[key // SPAN]
+        keys.append(key)
+        return keys.popleft() if len(keys) > keep else None
+
+    return None if keep == sys.maxsize else pushed_out
+
+
 class TapeLog:
     """Recorded entries of all tracks in order. ``ordered`` is False if only the order within each track is known."""
 
     # Class attributes, because a session that is opened for one call uses few of them.
-    ordered = _is_open = True
+    ordered = True
     copies_held = True
     """whether values that the program still holds at the end are copied"""
     _new = 0
@@ -89,22 +106,27 @@ class TapeLog:
             self._entries.clear()
             self._entries.update([(each[0], entry_of(each)) for each in returned])
 
+    def store(self, keep: int) -> Store:
+        """Return a function that stores an entry under a key, and drops the oldest one above ``keep`` of its track.
+
+        After the end of the session it has no effect on the tape.
+        """
+        entries, window = self._entries, keep_window(keep)
+        if window is None:
+            return entries.__setitem__
+
+        def store(key: int, entry: Any) -> None:
+            entries[key] = entry
+            old = window(key)
+            if old is not None:
+                entries.pop(old, None)
+
+        return store
+
     def adder(self, keep: int) -> Callable[[Returned], None]:
-        """Return a function that stores an output at once, and drops the oldest one above ``keep`` of its track."""
-        entries, held = self._entries, defaultdict[int, deque[int]](deque)
-
-        def add(returned: Returned) -> None:
-            if not self._is_open:
-                return
-            key = returned[0]
-            entries[key] = entry_of(returned)
-            if keep != sys.maxsize:
-                keys = held[key // SPAN]
-                keys.append(key)
-                if len(keys) > keep:
-                    entries.pop(keys.popleft(), None)
-
-        return add
+        """Return a function that stores an output in the same way."""
+        store = self.store(keep)
+        return lambda returned: store(returned[0], entry_of(returned))
 
     def reached(self) -> set[int]:
         """Return the first keys of the tracks that have, or had, an entry."""
@@ -117,7 +139,6 @@ class TapeLog:
 
     def end(self) -> None:
         """Accept no more entries, even from a call in flight, and detach values that have joined a graph."""
-        self._is_open = False
         fresh, self.fresh = self.fresh, self.fresh.copy()
         fresh.clear()  # A forward that other code has kept refers to this list.
         if self._last_calls:
@@ -126,8 +147,8 @@ class TapeLog:
             self._last_calls = MappingProxyType({})
         for place in [place for place, returned in enumerate(self.fresh) if returned[1].requires_grad]:
             self._put(place, without_graph(entry_of(self.fresh[place])))
-        for key, entry in self._entries.items():
-            self._entries[key] = without_graph(entry)
+        entries, self._entries = self._entries, {key: without_graph(entry) for key, entry in self._entries.items()}
+        entries.clear()  # A call in flight stores its values here.
         if self.copies_held:
             self._copy_held()
 
@@ -199,10 +220,10 @@ class TapeLog:
 class LogEntries(MutableMapping[int, Any]):
     """The entries of one track of a log, by the number of the call."""
 
-    __slots__ = ("_log", "base", "stored")
+    __slots__ = ("_log", "base")
 
     def __init__(self, log: TapeLog, entries: Mapping[int, Any] | None = None, base: int | None = None) -> None:
-        self._log, self.stored = log, log.entries
+        self._log = log
         self.base = log.new_base() if base is None else base
         if entries is not None:
             self.update(entries)
@@ -211,13 +232,17 @@ class LogEntries(MutableMapping[int, Any]):
         return self._log.entries[self.base + call]
 
     def __setitem__(self, call: int, entry: Any) -> None:
-        self.stored[self.base + call] = entry
+        self._log.entries[self.base + call] = entry
 
     def __delitem__(self, call: int) -> None:
         del self._log.entries[self.base + call]
 
     def __contains__(self, call: object) -> bool:
         return isinstance(call, int) and self.base + call in self._log.entries
+
+    def store(self, keep: int) -> Store:
+        """Return the function that stores an entry of this track under a key of the log; see :meth:`TapeLog.store`."""
+        return self._log.store(keep)
 
     def numbers(self) -> list[int]:
         """Return the numbers of the calls, in order. The list belongs to the log."""

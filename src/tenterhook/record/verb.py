@@ -18,7 +18,7 @@ from tenterhook.address.match import merged, points_found, points_found_now
 from tenterhook.address.suggest import listed
 from tenterhook.address.walk import Structure, last_structure, with_wrappers
 from tenterhook.compiled import engine_api as compiled
-from tenterhook.engine.action import Action, Binding, Context
+from tenterhook.engine.action import Action, Binding, Context, both_halves
 from tenterhook.engine.runs import Numbering, listen, stop_listening
 from tenterhook.engine.session import Session
 from tenterhook.engine.shared_forward import SharedForwards
@@ -33,13 +33,12 @@ from tenterhook.record.kept_value import Copy, Entry, GradientOnly, Policy, Reco
 from tenterhook.record.outputs import Outputs
 from tenterhook.record.recorded_gradients import (
     InputGradient,
-    InputGradientOut,
     ModelReturned,
     OutputGradient,
     TotalGradient,
 )
 from tenterhook.record.tape import Tape, Track
-from tenterhook.record.tape_log import LogEntries
+from tenterhook.record.tape_log import LogEntries, keep_window
 from tenterhook.record.variables import Variables
 from tenterhook.sites.model_facts import facts
 from tenterhook.sites.module import can_be_called
@@ -240,8 +239,7 @@ class Recording(Session):
         )
         recorder.track = track
         if call is not None:
-            # Other recorders share its entries, so they do not show whether this one was reached.
-            recorder.direct = False
+            recorder.shares_track, recorder.direct = True, False
         binding = Binding(point, recorder)
         binding.numbers = track.numbers
         bindings.append(binding)
@@ -278,19 +276,18 @@ class Recording(Session):
             track = tracks[point.address] = Track(entries, point=point)
         return track
 
-    def _gradient_bindings(self, point: Point, entries: GradientSlots) -> list[Binding]:
-        keep, whole = self._keep, self._policy.gather
+    def _gradient_bindings(self, point: Point, slots: GradientSlots) -> list[Binding]:
+        log, whole = self.tape.grad.log, self._policy.gather
+        window = keep_window(self._keep)
         if point.site is Site.RETURN:
-            of, passes = number_for(point.module), self.tape.grad.passes
-            return [Binding(point, OutputGradient(entries, keep, whole=whole, passes=passes, of=of))]
+            of = number_for(point.module)
+            return [Binding(point, OutputGradient(log, slots, window, whole=whole, of=of))]
         if point.site is Site.VARIABLE or self._grad == "total":
-            total = TotalGradient(entries, keep, whole=whole)
+            total = TotalGradient(log, slots, window, whole=whole)
             if point.site is not Site.VARIABLE:
                 total.compiled = None  # The tracer cannot see uses of an argument outside the module.
             return [Binding(point, total)]
-        through = InputGradient(entries, keep, whole=whole)
-        out = Point(point.path or ":return", Site.RETURN, point.module, point.path, None, point.call, point.explicit)
-        return [Binding(point, through), Binding(out, InputGradientOut(through))]
+        return both_halves(point, InputGradient(log, slots, window, whole=whole))
 
     def require(self, groups: Sequence[Sequence[Point]], found_in: Structure | None) -> None:
         """Require that every explicitly named point is reached, and at least one point of each group."""
@@ -488,8 +485,8 @@ class _Stopping(Recorder):
         self.direct = False  # Direct storing in dispatch would not notify the session.
         self._session, self._point = session, point
 
-    def store(self, entry: Entry, context: Context) -> None:
-        super().store(entry, context)
+    def keep(self, entry: Entry, context: Context) -> None:
+        super().keep(entry, context)
         self._session.reached(self._point)
 
 

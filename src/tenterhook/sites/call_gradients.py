@@ -46,6 +46,7 @@ from tenterhook.sites.call_tensors import (
     slots_of,
     wanted_of,
 )
+from tenterhook.sites.graph_walk import senders
 from tenterhook.sites.run_hook import (
     LATE,
     LEAF,
@@ -190,23 +191,9 @@ class CallGradients:
             if slot.base is None:
                 raise HookError(LEAF.format(module=type(self._module).__name__))
             slot.changed_inside = True
-            for node, edge in self._senders([*starts, slot.base.grad_fn], slot):
-                node.register_hook(lambda sent, _, edge=edge, slot=slot: self._sent(slot, sent[edge]))
-
-    def _senders(self, starts: list[Any], slot: CallTensor) -> list[tuple[Any, int]]:
-        """Return the operations of this call that send a gradient to an input's base, and that gradient's index."""
-        found, seen, todo = [], set(slot.nodes), list(starts)
-        while todo:
-            node = todo.pop()
-            if node is None or node in seen or operation_number(node) < self._since:
-                continue
-            seen.add(node)
-            for number, edge in enumerate(node.next_functions):
-                if edge == slot.edge:
-                    found.append((node, number))
-                else:
-                    todo.append(edge[0])
-        return found
+            found = senders([*starts, slot.base.grad_fn], {slot.edge}, since=self._since, seen=set(slot.nodes))
+            for node, index, _ in found:
+                node.register_hook(lambda sent, _, index=index, slot=slot: self._sent(slot, sent[index]))
 
     def _let_out(self, output: Any, wanted: list[Any], inputs: list[Tensor]) -> Any:
         """Return the output with aliases. Below them, one node gets the gradients of all computed tensors."""

@@ -36,7 +36,8 @@ from tenterhook.pytorch.autograd import (
     tensor_hooks,
 )
 from tenterhook.pytorch.transforms import in_transform
-from tenterhook.record.gradient_slot import GradientSlot, GradientSlots
+from tenterhook.record.gradient_log import GradientLog
+from tenterhook.record.gradient_slot import GradientSlot
 from tenterhook.record.recorded_gradients import OutputGradient
 from tenterhook.sites.tensor_hooks import is_edited
 from tenterhook.sites.tensor_wrappers import settled
@@ -132,7 +133,8 @@ class StepLedger:
         self.owner = object()  # Several watches may be open on a model.
         self.cells: list[tuple[PointSlot, int, GradientSlot, int, bool]] = []
         self.given: dict[tuple[PointSlot, int], Any] = {}
-        self.opened: list[dict[int, Any]] = []
+        self.slots = GradientLog()
+        """the slots of gradients that are recorded by the hooks of ``record``"""
         self.hold, self.held, self.loose = hold, 0, 0
         self.later = False  # True if hooks may be installed when the model returns.
         self.spill = spill
@@ -196,9 +198,8 @@ class StepLedger:
     def _forget(self) -> None:
         """Release the arguments of unfinished calls, and the records that identify recomputations."""
         self.given.clear()
-        for entries in self.opened:
-            entries.clear()
-        self.opened.clear()
+        for slots in self.slots.values():
+            slots.clear()
 
 
 class ValueObserver(Action):
@@ -206,15 +207,10 @@ class ValueObserver(Action):
 
     observes = True
     again = False
-    keep = base = 0  # The log already has the value.
 
-    def __init__(self, slot: PointSlot, ledger: StepLedger, *, direct: bool, entries: dict[int, Any]) -> None:
+    def __init__(self, slot: PointSlot, ledger: StepLedger, *, direct: bool) -> None:
         self._slot, self._ledger = slot, ledger
-        self.direct = direct
-        self.kept_in = entries  # Dispatch writes here on the fast path. Nothing reads it.
-
-    def keep_under(self, key: int, entry: Any) -> None:
-        """Do nothing."""
+        self.direct = direct  # Dispatch stores nothing, because the log already has the value.
 
     @property
     def reached(self) -> bool:
@@ -261,7 +257,7 @@ class GradientObserver(OutputGradient):
     """An action that holds the gradient of a module's output until it is measured."""
 
     def __init__(self, slot: PointSlot, ledger: StepLedger) -> None:
-        super().__init__(GradientSlots(), keep=2**62)
+        super().__init__(ledger.slots)
         self._slot, self._ledger = slot, ledger
         self.watch = _short_way(slot, ledger)  # type: ignore[method-assign]
 
@@ -347,9 +343,9 @@ class CaughtGradientObserver(Action):
         self._slot, self._ledger, self._inner = slot, ledger, inner
 
     @property
-    def entries(self) -> dict[int, Any]:
+    def slots(self) -> dict[int, Any]:
         """The gradient slots by call."""
-        return self._inner.entries  # type: ignore[no-any-return]
+        return self._inner.slots  # type: ignore[no-any-return]
 
     @property
     def reached(self) -> bool:
@@ -358,6 +354,10 @@ class CaughtGradientObserver(Action):
     def __call__(self, value: Any, context: Context) -> Any:
         wanted = self._ledger.on and self._ledger.gradients and not in_transform()
         return _caught(self, self._inner, value, context) if wanted else None
+
+    def leave(self, value: Any, context: Context) -> Any:
+        """Finish a call, if the gradient is that of an argument."""
+        return self._inner.leave(value, context)
 
 
 class _Parts(dict[Path, Any]):
@@ -378,11 +378,9 @@ class _Parts(dict[Path, Any]):
 
 def _caught(action: Any, apply: Callable[[Any, Context], Any], value: Any, context: Context) -> Any:
     """Call an action of ``record`` that opens a gradient slot. Log the slot with its position in the backward pass."""
-    before = action.entries.get(context.call)
+    before = action.slots.get(context.call)
     result = apply(value, context)
-    cell = action.entries.get(context.call)
-    if cell is not None and before is None:
-        action._ledger.opened.append(action.entries)
+    cell = action.slots.get(context.call)
     if cell is not None and cell is not before and not cell.why:
         cell.parts = _Parts(action._ledger, action._slot)
         number = max((operation_number(edge[0]) for edge in cell.edges if is_numbered(edge[0])), default=0)

@@ -15,7 +15,7 @@ import tenterhook.compiled.engine_api  # registers the support for compiled mode
 import tenterhook.statistics.graph_measure  # noqa: F401 - registers the operation of graphs
 from tenterhook._tree import tensors
 from tenterhook.address import Point, Site
-from tenterhook.engine.action import Binding
+from tenterhook.engine.action import Binding, both_halves
 from tenterhook.engine.install import ForwardPatch, ModuleActions
 from tenterhook.engine.session import Session
 from tenterhook.errors import NonFinite, SessionError, TenterhookWarning
@@ -23,8 +23,7 @@ from tenterhook.pytorch.autograd import call_after_backward, current_backward_id
 from tenterhook.pytorch.optimizers import is_step_within_step
 from tenterhook.pytorch.python_code import own_frame
 from tenterhook.pytorch.support import require
-from tenterhook.record.gradient_slot import GradientSlots
-from tenterhook.record.recorded_gradients import InputGradient, InputGradientOut, TotalGradient
+from tenterhook.record.recorded_gradients import InputGradient, TotalGradient
 from tenterhook.sites.model_facts import facts
 from tenterhook.sites.module import can_be_called, has_compiled_parts
 from tenterhook.watch.across_ranks import Ranks, replicated
@@ -77,7 +76,6 @@ class Watch(Delivery, Session):
         self._hooks: list[Any] = []
         self._slots: list[PointSlot] = []
         self._graph = self._graph_statistics(model)
-        self._shared: dict[int, Any] = {}
         self._calls = 0
         self._one_call = False  # True if the last step had one call. Then the next one usually has one too.
         self._waiting = 0  # Calls that are not measured yet ...
@@ -113,7 +111,7 @@ class Watch(Delivery, Session):
         slot = PointSlot(point, careful=careful)
         self._slots.append(slot)
         boundary = point.site is Site.RETURN and point.call is None
-        value = ValueObserver(slot, self._ledger, direct=boundary, entries=self._shared)
+        value = ValueObserver(slot, self._ledger, direct=boundary)
         bindings.append(Binding(point, value))
         if point.explicit and self._graph is None:  # In a graph, nothing says that a point was reached.
             self.required.append([bindings[-1]])
@@ -123,15 +121,13 @@ class Watch(Delivery, Session):
         if point.site is Site.RETURN:
             gradient = GradientObserver(slot, self._ledger)
         elif point.site is Site.VARIABLE:
-            gradient = CaughtGradientObserver(slot, self._ledger, TotalGradient(GradientSlots(), 2**62))
+            gradient = CaughtGradientObserver(slot, self._ledger, TotalGradient(self._ledger.slots))
         else:
-            through = InputGradient(GradientSlots(), 2**62)
-            gradient = CaughtGradientObserver(slot, self._ledger, through)
-            out = Point(point.path or ":return", Site.RETURN, point.module, point.path, None, point.call)
-            bindings.append(Binding(out, InputGradientOut(through)))
+            gradient = CaughtGradientObserver(slot, self._ledger, InputGradient(self._ledger.slots))
         if self._graph is not None:
             gradient.compiled = "nothing"
-        bindings.append(Binding(point, gradient))
+        at_argument = point.site not in (Site.RETURN, Site.VARIABLE)
+        bindings += both_halves(point, gradient) if at_argument else [Binding(point, gradient)]
 
     def _graph_statistics(self, model: nn.Module) -> GraphStatistics | None:
         """Return the slots for statistics in graphs, or None if no part of the model is compiled."""
@@ -409,7 +405,6 @@ class Watch(Delivery, Session):
 
     def _measure(self, *more: MeasureRequest, reads_graph: bool = True) -> None:
         """Measure everything in the log together with ``more``, which costs less than measuring them separately."""
-        self._shared.clear()
         # First, because the values come before the gradients of parameters. Not inside a backward pass, where a call
         # would be taken for a recomputation.
         graph = self._graph

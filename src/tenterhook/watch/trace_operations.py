@@ -27,6 +27,7 @@ from tenterhook._tree import map_tensors, tensors
 from tenterhook.pytorch.autograd import next_operation_number, operation_number
 from tenterhook.pytorch.modes import TorchDispatchMode
 from tenterhook.pytorch.python_code import frames_from, own_frame
+from tenterhook.sites.graph_walk import operations
 from tenterhook.watch.operands import Operand, operands_of
 
 __all__ = ["Line", "autocast_state", "trace_backward", "trace_forward"]
@@ -265,18 +266,13 @@ def _first_bad_node(start: Tensor, gradient: Tensor) -> int | None:
 
         return hook
 
-    leaves, todo, seen = [], [start.grad_fn], set()
-    while todo:
-        node = todo.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
+    leaves = []
+    for node in operations([start.grad_fn]):
         leaf = getattr(node, "variable", None)
         if leaf is not None:
             leaves.append(leaf)
-            continue
-        node.register_hook(look(node))
-        todo.extend(before for before, _ in node.next_functions)
+        else:
+            node.register_hook(look(node))
     if leaves:
         torch.autograd.grad(start, leaves, gradient.to(start.dtype), allow_unused=True)
     return found[0] if found else None
