@@ -23,6 +23,7 @@ from tenterhook.compiled import trace
 from tenterhook.compiled.explain_errors import explained
 from tenterhook.compiled.late_start import was_compiled
 from tenterhook.compiled.packed_outputs import pack
+from tenterhook.compiled.trace import Untraceable
 from tenterhook.compiled.trace_plan import FOREIGN, part_of, reason_at
 from tenterhook.compiled.traced_statistics import begin_to_measure, measure_collected
 from tenterhook.engine.dispatch import OWN_FILES
@@ -43,7 +44,7 @@ from tenterhook.sites.module import MISSING, compiled_call
 from tenterhook.sites.threads import current
 
 if TYPE_CHECKING:
-    from tenterhook.engine.install import ForwardPatch
+    from tenterhook.engine.install import ForwardPatch, ModuleActions
     from tenterhook.engine.session import Session
 
 __all__ = ["ended", "entries", "entry", "is_guarded", "keep_out"]
@@ -256,20 +257,28 @@ def _measured(patch: ForwardPatch) -> tuple[Any, ...]:
 
     The result is empty if the graph may contain more.
     """
-    found: list[Any] = []
-    for actions in patch.action_sets[0].session.action_sets.values():
+    session = patch.action_sets[0].session
+    tables = session.graph_outputs.tables if session.graph_outputs is not None else None
+    if tables is None or len(patch.action_sets) > 1:
+        return ()
+    found: list[Any] = [tables.limit, tables.gradients]
+    for actions in session.action_sets.values():
         inner = actions.patch
         if inner is None or isinstance(actions.module, OptimizedModule):  # It is never called, or not in the graph.
             continue
         original = getattr(inner.original, "__func__", None)
-        if inner.own is not None or original is None or len(inner.action_sets) > 1:
-            return ()
-        part = part_of(actions)
-        if not (part.empty or part.only_measures):
+        if inner.own is not None or original is None or len(inner.action_sets) > 1 or not _only_measures(actions):
             return ()
         found.append(original)
-    tables = patch.action_sets[0].session.graph_outputs.tables
-    return () if tables is None or len(patch.action_sets) > 1 else (tables.limit, tables.gradients, *found)
+    return tuple(found)
+
+
+def _only_measures(actions: ModuleActions) -> bool:
+    try:
+        part = part_of(actions)
+    except Untraceable:
+        return False
+    return bool(part.empty or part.only_measures)
 
 
 def _copy(patch: ForwardPatch, *, packs: bool) -> Callable[..., Any]:
