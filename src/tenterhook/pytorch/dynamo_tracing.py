@@ -76,7 +76,8 @@ _NESTED_BREAKS = attribute("Dynamo config", "nested_graph_breaks")
 constant_in_graphs: Any = find("torch.compiler.assume_constant_result")
 """The decorator for functions that run when they are traced, and whose result is a constant of the graph."""
 _GUARDS, _ALL_GUARDS = attribute("Dynamo output", "guards"), attribute("Dynamo guards", "inner")
-_SOURCE, _BASE = attribute("Dynamo guard", "originating_source"), attribute("Dynamo source", "base")
+_SOURCE = attribute("Dynamo guard", "originating_source")
+_BASE, _MEMBER = attribute("Dynamo source", "base"), attribute("Dynamo source", "member")
 attribute("Dynamo backend", "config")
 _INNER_BACKENDS = (
     attribute("Dynamo backend", "_torchdynamo_orig_backend"),
@@ -139,7 +140,7 @@ def _is_inside_replacement(source: Any) -> bool:
     steps = 0
     while source is not None:
         base = getattr(source, _BASE, None)
-        if getattr(source, "member", None) == INLINED and getattr(base, "member", None) == "__func__":
+        if getattr(source, _MEMBER, None) == INLINED and getattr(base, _MEMBER, None) == "__func__":
             return steps > 1  # One step further is the code of the replacement.
         source, steps = base, steps + 1
     return False
