@@ -235,8 +235,8 @@ def test_tensors_are_added_to_the_rows_of_a_table(dtype):
 
 def test_tensors_of_one_row_and_rows_of_one_tensor_are_added_in_one_call():
     one, two = torch.randn(70000), torch.randn(30)
-    many = [one, two, one.view(700, 100), two.double(), *[torch.randn(3) for _ in range(40)]]
-    rows = [0, 1, 2, 0, *range(3, 43)]
+    many = [one, two, one.view(700, 100), two.double(), *[torch.randn(3) for _ in range(80)]]
+    rows = [0, 1, 2, 0, *range(3, 83)]
     found = columns_of(table_of(many, rows, limit=0))
     np.testing.assert_allclose(found[0], whole(torch.cat([one, two])), rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(found[1], whole(two), rtol=1e-5, atol=1e-6)

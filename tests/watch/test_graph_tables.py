@@ -192,3 +192,75 @@ def test_arguments_are_measured_in_a_graph(selectors):
     for address, row in rows[0].items():
         for name in NUMBERS:
             assert rows[1][address][name] == pytest.approx(row[name], rel=1e-4, abs=1e-5), (address, name)
+
+
+class Inner(nn.Module):
+    def forward(self, x):
+        return x * 2
+
+
+class Outer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner, self.head = Inner(), nn.Linear(WIDTH, 1)
+
+    def forward(self, x):
+        return self.head(self.inner(x))
+
+
+def mean_of_inner(model, *selectors, **options):
+    with th.watch(model, *selectors, **options) as watch:
+        model(torch.ones(2, WIDTH)).sum().backward()
+        watch.step()
+    return watch.row("inner")["mean"], watch.compiled.graphs
+
+
+@pytest.mark.parametrize("selectors", [(), ("inner", "head")])
+def test_a_graph_is_used_again_only_for_what_it_measures(selectors, monkeypatch):
+    model = torch.compile(Outer(), backend="aot_eager", fullgraph=True)
+    assert mean_of_inner(model, *selectors) == (2, 1)
+    assert mean_of_inner(model, *selectors) == (2, 0)
+    assert mean_of_inner(model, *selectors, sample=4) == (2, 1)
+    assert mean_of_inner(model, *selectors, of=("values",)) == (2, 1)
+    assert mean_of_inner(model, *reversed(selectors)) == (2, bool(selectors))
+    monkeypatch.setattr(Inner, "forward", lambda self, x: x * 3)
+    assert mean_of_inner(model, *selectors) == (3, 1)
+
+
+def test_a_session_inside_a_watched_graph_is_in_the_graph_and_leaves_it_again():
+    net = Outer()
+    model = torch.compile(net, backend="aot_eager", fullgraph=True)
+    x = torch.ones(2, WIDTH)
+    with th.watch(model) as watch:
+        plain = model(x)
+        for factor in (3, 5, 7):
+            with th.edit(net, {"inner": lambda value, _factor=factor: value * _factor}):
+                torch.testing.assert_close(model(x), net.head(x * 2 * factor))
+            with th.record(net, "inner") as tape:
+                model(x)
+            assert torch.equal(tape["inner"], x * 2)
+        assert torch.equal(model(x), plain)
+        ours, net.inner.forward = net.inner.forward, lambda value: value * 4
+        torch.testing.assert_close(model(x), net.head(x * 4))
+        net.inner.forward = ours
+    assert watch.row("head")["count"] > 0
+
+
+def test_graphs_have_no_guards_inside_the_functions_that_measure(monkeypatch):
+    seen = []
+    make = torch._dynamo.convert_frame.CheckFunctionManager
+
+    def noted(*args, **kwargs):
+        made = make(*args, **kwargs)
+        seen.append(str(made.guard_manager))
+        return made
+
+    monkeypatch.setattr(torch._dynamo.convert_frame, "CheckFunctionManager", noted)
+    with th.watch(torch.compile(Outer(), backend="aot_eager", fullgraph=True)) as watch:
+        watch.model(torch.ones(2, WIDTH))
+    [guards] = seen
+    for name in ("inner", "head"):
+        forward = f"L['self']._modules['{name}'].forward.__func__"
+        assert f"({forward}.__code__" in guards  # Another forward, or another function to trace, is noticed.
+        assert f"({forward}._torchdynamo_inline.__code__" in guards
+        assert f"{forward}._torchdynamo_inline.__closure__" not in guards

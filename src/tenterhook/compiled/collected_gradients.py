@@ -17,7 +17,7 @@ from tenterhook.pytorch.dynamo_tracing import traced_as_one_call
 
 __all__ = ["AT_ONCE", "with_collected_gradient"]
 
-AT_ONCE = 32  # Tensors that one operation measures. Until then, they have to stay in memory.
+AT_ONCE = 64  # Tensors that one operation measures. Until then, they have to stay in memory.
 
 # By id of the leaf: the gradients of a graph, as long as the graph has points. They keep the leaf alive, so that no
 # other tensor has its id.

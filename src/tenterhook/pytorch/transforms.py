@@ -14,6 +14,7 @@ from tenterhook.pytorch.support import check, feature
 
 __all__ = [
     "in_transform",
+    "innermost_transform",
     "is_wrapped",
     "outside_transforms",
     "unwrapped",

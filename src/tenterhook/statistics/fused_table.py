@@ -19,7 +19,8 @@ from tenterhook.statistics.fused import ALIGNED, WARPS, _cut, _Kernel, _on, _typ
 
 __all__ = ["AT_ONCE", "TableBlock", "add_fused"]
 
-AT_ONCE = 32  # Addresses that one launch takes.
+AT_ONCE = 64  # Tensors of one block.
+ADDRESSES = 32  # Addresses that one launch takes.
 MOST_BLOCKS = 1024
 Key = tuple[Any, ...]
 _blocks: dict[Key, TableBlock] = {}
@@ -159,10 +160,10 @@ class TableBlock:
         many = -(-counts // (kernels.TILE.value * kernels.TILES.value))
         first = np.zeros(len(counts), np.int64)
         self._found = torch.empty(int(many[unique].sum()), kernels.FIELDS.value, dtype=torch.float64, device=device)
-        self._addresses = torch.zeros(AT_ONCE, dtype=torch.int64, device=device)
-        self._set = _Kernel(kernels.set_addresses, 1, 1, [self._addresses])
+        self._blank = [0] * (-len(tensors) % ADDRESSES)
+        self._addresses = torch.zeros(len(tensors) + len(self._blank), dtype=torch.int64, device=device)
+        self._sets = [_Kernel(kernels.set_addresses, 1, 1, [part]) for part in self._addresses.split(ADDRESSES)]
         self._stored: list[int] = []
-        self._blank = [0] * (AT_ONCE - len(tensors))
         self._counts = to_device(device, counts)
         self._pieces: list[_Kernel] = []
         begin = 0
@@ -192,7 +193,9 @@ class TableBlock:
         with _on(self._device):
             # The replay of a CUDA graph stores other addresses.
             if self.captured or places != self._stored:
-                self._set(*places, *self._blank)
+                every = places + self._blank
+                for turn, store in enumerate(self._sets):
+                    store(*every[turn * ADDRESSES : (turn + 1) * ADDRESSES])
                 self._stored = places
             for measure in self._pieces:
                 measure()

@@ -131,7 +131,7 @@ class GradientNoise:
     def __init__(self, parameters: Sequence[nn.Parameter], history: History) -> None:
         self._history = history
         self._parameters = sorted(parameters, key=lambda each: -each.numel())[:PIECES]
-        self._last: tuple[int, Tensor] | None = None
+        self._last: tuple[int, Tensor, Tensor] | None = None  # The step, its elements, and the sum of their squares.
         self._sums: Tensor | None = None  # Of products, of their squares, and of squares.
         self._pairs = self._steps = 0
         self._weight, self._left = 0.0, 0
@@ -146,12 +146,13 @@ class GradientNoise:
         found = [_some(each.grad) for each in self._parameters if each.grad is not None and not each.grad.is_sparse]
         if not found or len({each.device for each in found}) > 1:
             return
-        now = torch.cat(found)
-        self._last = step, now
+        now = torch.cat(found).float()
+        square = now @ now
+        self._last = step, now, square
         if last is None or last[0] != step - 1 or last[1].shape != now.shape:
             return
         product = last[1] @ now
-        numbers = torch.stack([product, product.square(), (last[1].square().sum() + now.square().sum()) / 2])
+        numbers = torch.stack([product, product.square(), (last[2] + square) / 2])
         self._sums = numbers if self._sums is None else self._sums * KEEP + numbers
         self._weight = self._weight * KEEP + 1
         self._pairs += 1
@@ -183,6 +184,10 @@ class GradientNoise:
 
 
 def _some(gradient: Tensor) -> Tensor:
-    gradient = gradient.detach()
-    flat = (torch.view_as_real(gradient.resolve_conj()) if gradient.is_complex() else gradient).reshape(-1)
-    return flat[:: max(1, flat.numel() // PIECE)][:PIECE].float()
+    if gradient.is_complex():
+        gradient = torch.view_as_real(gradient.resolve_conj())
+    if not gradient.is_contiguous():
+        gradient = gradient.reshape(-1)
+    step = max(1, gradient.numel() // PIECE)
+    # One view, because each operation takes the host as long as the elements take a GPU.
+    return gradient.as_strided((min(PIECE, -(-gradient.numel() // step)),), (step,))

@@ -23,8 +23,8 @@ class HeldGradient:
     gradient: Tensor | None
     version: int
 
-    def __init__(self) -> None:
-        self.close()
+    def __init__(self, *, copies: bool = False) -> None:
+        self.gradient, self.open, self.copies = None, True, copies
 
     def hold(self, gradient: Tensor | None) -> None:
         """Hold a gradient. This method is the hook, because calling a bound method takes half the time of an object."""
@@ -79,11 +79,10 @@ class HooksOursLast(dict[Any, Any]):
 
     __slots__ = ("__weakref__", "last", "owner")
 
-    def __init__(self, owner: object) -> None:
-        super().__init__()
+    def __init__(self, owner: object, *, copies: bool) -> None:
         self.owner = owner
-        self.last = HeldGradient()
-        super().__setitem__(self.last, self.last.hold)
+        self.last = held = HeldGradient(copies=copies)
+        super().__setitem__(held, held.hold)
 
     def __setitem__(self, key: Any, hook: Any) -> None:
         self.pop(self.last, None)
@@ -98,3 +97,4 @@ class HooksOursLast(dict[Any, Any]):
 
 # NOTHING: no gradients are wanted. RETAINED: autograd keeps the gradients itself.
 NOTHING, RETAINED = HeldGradient(), RetainedGradient()
+NOTHING.close()

@@ -34,6 +34,7 @@ __all__ = ["GraphStatistics", "GraphTables"]
 
 
 _KINDS: tuple[Kind, ...] = ("values", "gradients")
+BAD = slice(NOT_A_NUMBER, INFINITE + 1)  # The counts of what is not finite.
 
 
 class GraphTables:
@@ -181,8 +182,7 @@ class GraphBatch:
 
     def settle(self) -> bool:
         """Return True if everything is finite."""
-        found = self._numbers.array()
-        return not found[:, [NOT_A_NUMBER, INFINITE]].any()
+        return not self._numbers.array()[:, BAD].any()
 
     def open(self, history: History) -> NonFiniteReport | None:
         """Add the rows to the history. Return a report of the first one that is not finite."""
@@ -192,9 +192,9 @@ class GraphBatch:
             return None
         rows, table = self._owner.rows(used), columns_of(fields[used])
         history.add(rows, table, rows[fields[used, SAMPLED] > 0].tolist())
-        bad = np.flatnonzero(fields[used][:, [NOT_A_NUMBER, INFINITE]].any(1)).tolist()
-        if not bad:
+        if not fields[:, BAD].any():
             return None
+        bad = np.flatnonzero(fields[used, BAD].any(1)).tolist()
         names = [history.names[row] for row in rows[bad].tolist()]
         found = self._explain(names) if self._explain is not None else None
         if found is not None:

@@ -35,7 +35,7 @@ from tenterhook.pytorch.autograd import (
     set_hooks,
     tensor_hooks,
 )
-from tenterhook.pytorch.transforms import in_transform
+from tenterhook.pytorch.transforms import in_transform, innermost_transform
 from tenterhook.record.gradient_log import GradientLog
 from tenterhook.record.gradient_slot import GradientSlot
 from tenterhook.record.recorded_gradients import OutputGradient
@@ -278,7 +278,7 @@ def _short_way(slot: PointSlot, ledger: StepLedger) -> Callable[..., Tensor | No
         # Finding the creator of the tensor takes longer than everything else here. Defer it if the result is known.
         hooks = tensor_hooks(tensor)
         if ledger.later and slot.trusted and hooks is None and not (args and tensor is args[0]):
-            if ledger.on and not in_transform():
+            if ledger.on and innermost_transform() is None:
                 ledger.held += slot.size
                 ledger.log.extend((slot, (), call, tensor, tensor._version, args, kwargs, since))
             return tensor
@@ -292,7 +292,7 @@ def _short_way(slot: PointSlot, ledger: StepLedger) -> Callable[..., Tensor | No
         if not own or (hooks and is_edited(hooks)):
             tensor = own_alias(tensor)
             node = tensor.grad_fn
-        if ledger.on and not in_transform():
+        if ledger.on and innermost_transform() is None:
             held = _hold(tensor, node, slot, ledger)
             ledger.log.extend((slot, (), call, tensor, version, args, kwargs, held))
         return tensor
@@ -322,14 +322,12 @@ def _hold(tensor: Tensor, node: Any, slot: PointSlot, ledger: StepLedger) -> Hel
     if not ledger.gradients:
         return NOTHING
     if hooks is None:
-        own = HooksOursLast(ledger.owner)
+        own = HooksOursLast(ledger.owner, copies=slot.copies)
         set_hooks(tensor, node, own)
-        held: HeldGradient = own.last
-    else:
-        held, place = HeldGradient(), tensor.output_nr
-        # Other hooks may be added after ours on the tensor. Prehooks of the node run after all of them.
-        node.register_prehook(lambda gradients: held.hold(gradients[place]))
-    held.gradient, held.open, held.copies = None, True, slot.copies
+        return own.last
+    held, place = HeldGradient(copies=slot.copies), tensor.output_nr
+    # Other hooks may be added after ours on the tensor. Prehooks of the node run after all of them.
+    node.register_prehook(lambda gradients: held.hold(gradients[place]))
     return held
 
 

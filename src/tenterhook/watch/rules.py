@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 import torch
 
-from tenterhook.statistics.measure import COUNT, MAX, MEAN, MIN, NORM, ZEROS, Array
+from tenterhook.statistics.measure import COUNT, MAX, MEAN, MIN, NORM, ZEROS, Array, none_where_nothing_is_finite
 
 if TYPE_CHECKING:
-    from tenterhook.watch.history import StepStats
+    from tenterhook.watch.history import Kind, StepStats
     from tenterhook.watch.observers import PointSlot
 
 __all__ = ["LossRule", "PrecisionRule", "Rule", "UpdateRule"]
@@ -43,36 +43,56 @@ class UpdateRule:
     """The ratio of updates to weights. Vectors, such as biases, often begin at zero and are left out."""
 
     def __init__(self, matrices: Iterable[str], *, has_optimizer: bool) -> None:
-        self._matrices = set(matrices)
+        self._names = list(matrices)
         self._optimizer = has_optimizer
-        self._large: dict[str, int] = {}
-        self._small: dict[str, int] = {}
+        self._large, self._small = np.zeros((2, len(self._names)), int)  # Measurements in a row.
+        # By id of a page's row array: the array, the matrices that it has, and the places of their updates, their
+        # weights and their gradients.
+        self._known: dict[int, tuple[Array, Array, Array]] = {}
 
     def judge(self, page: StepStats, limits: Mapping[str, float], note: Note) -> None:
         """Compare each update with its weights."""
-        updates = page.column("norm", "updates")
-        if not updates:
+        which, places = self._places(page)
+        if not len(which):
             return
-        weights, gradients = page.column("norm", "parameters"), page.column("norm", "gradients")
-        for name, update in updates.items():
-            weight = weights.get(name, 0.0)
-            if name not in self._matrices or not weight or not math.isfinite(update / weight):
-                continue
+        found = none_where_nothing_is_finite(page.table[np.maximum(places, 0)])[..., NORM]
+        update, weight, gradient = np.where(places < 0, 0.0, found)
+        with np.errstate(divide="ignore", invalid="ignore"):
             ratio = update / weight
-            self._count(self._large, name, ratio > limits["large_update"])
-            trains = self._optimizer and gradients.get(name, 0.0) > 0
-            self._count(self._small, name, trains and ratio < limits["small_update"])
-            evidence = {"update": update, "weights": weight, "gradient": gradients.get(name)}
-            if self._large[name] >= FEW:
-                text = f"each step moves it by {ratio:.2g} of its size, {FEW} measurements in a row."
-                note("large update", name, page.step, ratio, "large_update", text, evidence)
-            if self._small[name] >= FEW:
-                text = f"it has a gradient, and a step moves it by only {ratio:.2g} of its size."
-                note("no update", name, page.step, ratio, "small_update", text, evidence)
+        usable = np.isfinite(ratio)
+        which, ratio = which[usable], ratio[usable]
+        small = (ratio < limits["small_update"]) & (gradient[usable] > 0) & self._optimizer
+        self._large[which] = np.where(ratio > limits["large_update"], self._large[which] + 1, 0)
+        self._small[which] = np.where(small, self._small[which] + 1, 0)
+        odd = np.flatnonzero((self._large[which] >= FEW) | (self._small[which] >= FEW))
+        for place, at in zip(odd.tolist(), np.flatnonzero(usable)[odd].tolist(), strict=True):
+            name, share = self._names[which[place]], float(ratio[place])
+            has_gradient = places[2, at] >= 0
+            evidence = {
+                "update": float(update[at]),
+                "weights": float(weight[at]),
+                "gradient": float(gradient[at]) if has_gradient else None,
+            }
+            if self._large[which[place]] >= FEW:
+                text = f"each step moves it by {share:.2g} of its size, {FEW} measurements in a row."
+                note("large update", name, page.step, share, "large_update", text, evidence)
+            if self._small[which[place]] >= FEW:
+                text = f"it has a gradient, and a step moves it by only {share:.2g} of its size."
+                note("no update", name, page.step, share, "small_update", text, evidence)
 
-    @staticmethod
-    def _count(streaks: dict[str, int], name: str, holds: bool) -> None:  # noqa: FBT001 - a condition
-        streaks[name] = streaks.get(name, 0) + 1 if holds else 0
+    def _places(self, page: StepStats) -> tuple[Array, Array]:
+        known = self._known.get(id(page.rows))
+        if known is None:
+            if len(self._known) >= ORDERS:
+                self._known.clear()
+            at = {page.names[row]: place for place, row in enumerate(page.rows.tolist())}
+            own = {name: which for which, name in enumerate(self._names)}
+            names = [name for kind, name in at if kind == "updates" and name in own]
+            kinds: tuple[Kind, ...] = ("updates", "parameters", "gradients")
+            places = np.array([[at.get((kind, name), -1) for name in names] for kind in kinds], int)
+            which = np.array([own[name] for name in names], int)
+            known = self._known[id(page.rows)] = page.rows, which, places
+        return known[1:]
 
 
 class PrecisionRule:
@@ -81,14 +101,19 @@ class PrecisionRule:
     def __init__(self, slots: Sequence[PointSlot]) -> None:
         self._slots = slots
         self._small: dict[tuple[str, str], int] = {}
-        # By the row array of a page: the places of its rows in low precision, and for each the ends of its dtype.
-        self._known: tuple[Array | None, Array, Array] = None, np.zeros(0, int), np.zeros((0, 2))
+        # By id of a page's row array: the array, the places of its rows in low precision, and the ends of their dtypes.
+        self._known: dict[int, tuple[Array, Array, Array]] = {}
+        self._dtypes: list[torch.dtype | None] = []  # Of the slots, when these places were found.
 
     def judge(self, page: StepStats, limits: Mapping[str, float], note: Note) -> None:
         """Compare values and gradients with the range of their dtype."""
-        if self._known[0] is not page.rows:
-            self._known = page.rows, *self._places(page)
-        _, places, ends = self._known
+        dtypes = [slot.dtype for slot in self._slots]
+        if dtypes != self._dtypes or len(self._known) > ORDERS:
+            self._dtypes, self._known = dtypes, {}
+        known = self._known.get(id(page.rows))
+        if known is None:
+            known = self._known[id(page.rows)] = page.rows, *self._places(page)
+        _, places, ends = known
         if not len(places):
             return
         table = page.table[places]
