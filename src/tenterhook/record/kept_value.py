@@ -34,8 +34,9 @@ CHANGED = (
     'th.record(model, ..., copy="always").'
 )
 LENT = (
-    "the memory of {address!r} was lent to NumPy after it was recorded, for example by .numpy() or np.asarray(). NumPy "
-    "may have changed it, and PyTorch cannot detect that. Convert a clone, read the tape first, or record a copy: "
+    "the memory of {address!r} was lent to NumPy after it was recorded, for example by .numpy() or np.asarray(), or its "
+    "module created it from NumPy's memory. NumPy may have changed it, and PyTorch cannot detect that. Convert a "
+    "clone, read the tape first, or record a copy: "
     'th.record(model, ..., copy="always").'
 )
 INSIDE = (
@@ -221,7 +222,7 @@ def read(entry: Entry, address: str, given: set[int] | None) -> Any:
     for tensor, version in watched:
         if tensor._version != version:
             raise ValueChanged(CHANGED.format(address=address, old=version, new=tensor._version))
-        if given is not None and type(tensor) is Tensor and tensor.is_cpu:
+        if given is not None and type(tensor) is Tensor:
             _refuse_lent(tensor, address, given)
         wrapped = wrapped or is_wrapped(tensor)
     if wrapped:

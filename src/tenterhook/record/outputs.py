@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from sys import getrefcount
 from typing import TYPE_CHECKING, Any
 from weakref import ref
 
@@ -23,8 +24,9 @@ from tenterhook.engine.shared_forward import SharedForwards
 from tenterhook.pytorch.autograd import current_backward_id, next_operation_number, view_base
 from tenterhook.pytorch.checkpointing import saved_tensor_hooks
 from tenterhook.pytorch.module_calls import FORWARD_HOOKS, GLOBAL_FORWARD_HOOKS
+from tenterhook.pytorch.transforms import innermost_transform
 from tenterhook.record.alias_sums import number_for
-from tenterhook.record.gradient_log import GradientLog, watch_output
+from tenterhook.record.gradient_log import watch_output
 from tenterhook.record.kept_value import GradientOnly, Policy
 from tenterhook.record.recorded_gradients import OutputGradient
 from tenterhook.record.tape import Track
@@ -36,6 +38,7 @@ if TYPE_CHECKING:
     from tenterhook.address import Point
     from tenterhook.engine.session import Session
     from tenterhook.engine.shared_forward import Forward
+    from tenterhook.record.gradient_log import GradientLog
     from tenterhook.record.tape import Tape
     from tenterhook.record.tape_log import Returned
 
@@ -45,6 +48,17 @@ OWN_FILES.add(__file__)
 
 is_grad_enabled = torch.is_grad_enabled
 PAIR = 2
+
+
+def _references_to_a_new_value() -> int:
+    """Return the reference count of a value to which only two variables refer, as in the forwards below."""
+    value = object()
+    tensor = value
+    return getrefcount(tensor)
+
+
+NEW = _references_to_a_new_value()
+"""the reference count of an output that nothing but its call refers to, and that is not a view: a new tensor"""
 
 Add = Callable[["Returned"], object]
 Last = dict[Any, "Returned"] | None
@@ -80,7 +94,7 @@ class Outputs(SharedForwards):
         self._tape, self._policy, self._keep, self._grad, self._values = tape, policy, keep, grad, values
         self._gradients: dict[nn.Module, OutputGradient] = {}
         # By the first key of a track, because a tape must refer to its modules weakly.
-        self._slots = tape.grad.passes if grad else GradientLog()
+        self._slots: GradientLog = tape.grad.passes if grad else None  # type: ignore[assignment]  # Then nothing reads it.
         # If other actions record too, entries are stored at once, so that the log keeps the order of the run.
         self._add: Add = log.fresh.append if alone and keep == sys.maxsize else log.adder(keep)
         self._last = log.last_calls() if alone and keep == 1 else None
@@ -198,10 +212,13 @@ class Outputs(SharedForwards):
                 tensor = value[0]  # The usual output of attention without weights.
             if by_reference and type(tensor) is Tensor:
                 try:
-                    # A short form of shows_every_change: PyTorch owns the memory, and it is not a parameter.
-                    if tensor.untyped_storage().resizable() and (
-                        (base := view_base(tensor)) is None or type(base) is Tensor
-                    ):
+                    # Reading looks at the memory of a new tensor. The rest is a short form of shows_every_change.
+                    base = view_base(tensor)
+                    if (
+                        base is None and getrefcount(tensor) == NEW and innermost_transform() is None
+                    ) or (
+                        tensor.untyped_storage().resizable() and (base is None or type(base) is Tensor)
+                    ):  # fmt: skip
                         kept = tensor.detach() if tensor.requires_grad else tensor
                         version = tensor._version
                         returned = (key, kept, version) if tensor is value else (key, kept, version, 1)
@@ -245,6 +262,7 @@ class Outputs(SharedForwards):
             ):  # fmt: skip
                 self._gradient_of(self_).enter(call, since)
                 return self.finish(self_, call, value)
+            new = values and getrefcount(tensor) == NEW and view_base(tensor) is None and innermost_transform() is None
             own = watch_output(log, key, tensor, since, 0 if value is tensor else len(value))
             if own is None:
                 self._gradient_of(self_).enter(call, since)
@@ -256,7 +274,7 @@ class Outputs(SharedForwards):
             if values:
                 kept = (tensor.detach(), tensor._version)
                 try:
-                    by_reference = shows_every_change(tensor)
+                    by_reference = new or shows_every_change(tensor)
                 except RuntimeError:  # A tensor without its own storage, such as one that torch.func transforms.
                     by_reference = False
                 if not by_reference:
