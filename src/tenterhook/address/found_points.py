@@ -93,13 +93,12 @@ class FoundPoints(Sequence[Point]):
     looked: Looked
     """what :meth:`look` looked at"""
 
-    def __init__(self, structure: Structure, text: str) -> None:
-        self.structure, self.text = structure, text
-        found = structure.globs[text]
-        assert found is not None  # noqa: S101  The caller has looked.
-        self._found, self.paths, self.tracks, self.spots = found, found.paths, found.tracks, found.spots
-        self._modules: list[nn.Module] | None = None
-        self._points: list[Point] | None = None
+    _modules: list[nn.Module] | None = None
+    _points: list[Point] | None = None
+
+    def __init__(self, structure: Structure, text: str, found: Remembered) -> None:
+        self.structure, self.text, self._found = structure, text, found
+        self.tracks, self.spots = found.tracks, found.spots
 
     def look(self, model: nn.Module) -> bool:
         """Look up the modules in the model. Return False if the model has changed and the glob may match others."""
@@ -133,11 +132,11 @@ class FoundPoints(Sequence[Point]):
 
     def _all(self) -> list[Point]:
         if self._points is None:
-            self._points = list(map(self._point_at, range(len(self.paths))))
+            self._points = list(map(self._point_at, range(len(self.tracks))))
         return self._points
 
     def _point_at(self, place: int) -> Point:
-        address, module, path = self.tracks[place][0], self.modules[place], self.paths[place]
+        address, module, path = self.tracks[place][0], self.modules[place], self._found.paths[place]
         if not self.spots:
             return Point(address, Site.RETURN, module, path)
         name, spot = self.spots[place]
@@ -148,7 +147,7 @@ class FoundPoints(Sequence[Point]):
         return self._point_at(self.modules.index(module))
 
     def __len__(self) -> int:
-        return len(self.paths)
+        return len(self.tracks)
 
     @overload
     def __getitem__(self, index: int) -> Point: ...

@@ -6,6 +6,7 @@ kept by reference together with its version, and reading it compares the version
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections import deque
 from dataclasses import dataclass
@@ -24,7 +25,7 @@ from tenterhook.sites.tensor_wrappers import gathered, settled
 if TYPE_CHECKING:
     from tenterhook.record.tape_log import LogEntries
 
-__all__ = ["Copy", "Entry", "GradientOnly", "KeptValue", "Policy", "Recorder", "read", "value", "without_graph"]
+__all__ = ["Copy", "Entry", "GradientOnly", "KeptValue", "Policy", "Recorder", "policy_of", "read", "value", "without_graph"]
 
 Copy = Literal["auto", "always", "never"]
 
@@ -131,6 +132,14 @@ class Policy:
         """Return a copy of the tensor under the wrappers of a torch.func transform."""
         with outside_transforms():
             return self._keep_one(unwrapped(tensor)[0].clone())
+
+
+@functools.lru_cache(maxsize=64)
+def policy_of(
+    copy: Copy, device: torch.device | None, dtype: torch.dtype | None, in_place: bool, gather: bool  # noqa: FBT001
+) -> Policy:
+    """Return the policy with these options. Sessions share it, so it must not be changed."""
+    return Policy(copy, device, dtype, in_place=in_place, gather=gather)
 
 
 class GradientOnly(Action):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from sys import getrefcount
 from typing import TYPE_CHECKING, Any
 from weakref import ref
@@ -70,9 +71,8 @@ class Outputs(SharedForwards):
     ``modules`` maps each module to the key of its next call in the tape's log.
     """
 
-    __slots__ = (
-        "_add", "_bases", "_grad", "_gradients", "_keep", "_last", "_policy", "_slots", "_tape", "_values", "points",
-    )  # fmt: skip
+    points: Sequence[Point] = ()
+    _last: Last = None
 
     def __init__(
         self,
@@ -85,42 +85,27 @@ class Outputs(SharedForwards):
         values: bool,
         alone: bool,
     ) -> None:
-        self.points = points
-        modules = points.modules if isinstance(points, FoundPoints) else [point.module for point in points]
-        tape: Tape = session.tape
-        log = tape.log
-        self._bases = log.new_bases(len(modules))
-        SharedForwards.__init__(self, session, dict(zip(modules, self._bases, strict=True)))
-        self._tape, self._policy, self._keep, self._grad, self._values = tape, policy, keep, grad, values
-        self._gradients: dict[nn.Module, OutputGradient] = {}
-        # By the first key of a track, because a tape must refer to its modules weakly.
-        self._slots: GradientLog = tape.grad.passes if grad else None  # type: ignore[assignment]  # Then nothing reads it.
+        self.points, self._policy, self._keep, self._grad, self._values = points, policy, keep, grad, values
+        found = isinstance(points, FoundPoints)
+        modules = points.modules if found else [point.module for point in points]
+        self._tape: Tape = session.tape
+        log = self._tape.log
+        self._bases = bases = log.new_bases(len(modules))
+        SharedForwards.__init__(self, session, dict(zip(modules, bases, strict=True)))
         # If other actions record too, entries are stored at once, so that the log keeps the order of the run.
         self._add: Add = log.fresh.append if alone and keep == sys.maxsize else log.adder(keep)
-        self._last = log.last_calls() if alone and keep == 1 else None
+        if alone and keep == 1:
+            self._last = log.last_calls()
+        if grad:
+            self._gradients: dict[nn.Module, OutputGradient] = {}
+            # By the first key of a track, because a tape must refer to its modules weakly.
+            self._slots: GradientLog = self._tape.grad.passes
         if alone:
-            self._make_tracks_later()
-
-    def _make_tracks_later(self) -> None:
-        points = self.points
-        if isinstance(points, FoundPoints):
-            described = points.tracks
-        else:
-            described = [(point.address, type(point.module), ref(point.module)) for point in points]
-        bases, log, slots = self._bases, self._tape.log, self._slots
-
-        def values(tracks: dict[str, Track]) -> None:
-            for (address, kind, module), base in zip(described, bases, strict=True):
-                tracks[address] = Track(LogEntries(log, base=base), kind=kind.__name__, output_of=module)
-
-        def gradients(tracks: dict[str, Track]) -> None:
-            for (address, kind, module), base in zip(described, bases, strict=True):
-                tracks[address] = Track(slots[base], kind=kind.__name__, output_of=module)
-
-        if self._values:
-            self._tape.make_tracks = values
-        if self._grad:
-            self._tape.grad.make_tracks = gradients
+            described = points.tracks if found else _described(points)
+            if values:
+                self._tape.make_tracks = partial(_make_tracks, described, bases, partial(LogEntries, log, None))
+            if grad:
+                self._tape.grad.make_tracks = partial(_make_tracks, described, bases, self._slots.__getitem__)
 
     def make_track(self, point: Point) -> None:
         """Create the track of one point now, in line with those of other actions."""
@@ -171,10 +156,6 @@ class Outputs(SharedForwards):
         gradient = self._gradients.get(module)
         self._slots.settle()
         return bool(self._slots.get(self._base(module))) or (gradient is not None and gradient.reached)
-
-    def release(self) -> None:
-        """Drop all references to modules and the tape at the end of the session."""
-        self.points, self.ended, self._gradients, self._tape, self._add = (), {}, {}, None, _ignore  # type: ignore[assignment]
 
     # -- asked by the engine ------------------------------------------------------------------------------------------
 
@@ -260,12 +241,12 @@ class Outputs(SharedForwards):
                 tensor is None or whole
                 or self_.__dict__[FORWARD_HOOKS] or GLOBAL_FORWARD_HOOKS
             ):  # fmt: skip
-                self._gradient_of(self_).enter(call, since)
+                self._enter(self_, call, since)
                 return self.finish(self_, call, value)
             new = values and getrefcount(tensor) == NEW and view_base(tensor) is None and innermost_transform() is None
             own = watch_output(log, key, tensor, since, 0 if value is tensor else len(value))
             if own is None:
-                self._gradient_of(self_).enter(call, since)
+                self._enter(self_, call, since)
                 return self.finish(self_, call, value)
             if call >= limit:
                 log.drop(key - limit)
@@ -288,6 +269,11 @@ class Outputs(SharedForwards):
 
         return forward
 
+    def _enter(self, module: nn.Module, call: int, since: int) -> None:
+        """Let the action of a module's gradient begin a call, unless the session has ended during the call."""
+        if self._session is not None:
+            self._gradient_of(module).enter(call, since)
+
     def _gradient_of(self, module: nn.Module) -> OutputGradient:
         gradient = self._gradients.get(module)
         if gradient is None:
@@ -307,8 +293,16 @@ def store(add: Add, last: Last, module: nn.Module, returned: Returned) -> None:
         last[module] = returned
 
 
-def _ignore(_: Any) -> None:
-    """Do nothing."""
+def _described(points: Sequence[Point]) -> list[tuple[str, type[nn.Module], ref[nn.Module]]]:
+    return [(point.address, type(point.module), ref(point.module)) for point in points]
+
+
+def _make_tracks(
+    described: list[Any], bases: range, entries: Callable[[int], Any], tracks: dict[str, Track]
+) -> None:
+    """Create the tracks of outputs. ``entries`` returns those of a track by its first key."""
+    for (address, kind, module), base in zip(described, bases, strict=True):
+        tracks[address] = Track(entries(base), kind=kind.__name__, output_of=module)
 
 
 class OutputRecorder(Action):
