@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from types import FunctionType
 from typing import Any
 
 from torch import nn
@@ -114,7 +115,8 @@ class Editing(Session):
         Every point that the selector names explicitly must be reached before the session ends. Of the points that it
         matches by a pattern, at least one must be reached.
         """
-        changes = list(map(as_change, given if isinstance(given, Sequence) else (given,)))
+        several = type(given) is not FunctionType and isinstance(given, Sequence)
+        changes = list(map(as_change, given if several else (given,)))
         if self._opaque:
             for change in changes:
                 change.opaque = True
@@ -185,7 +187,7 @@ SHARED = (ValueEdit, SkipEdit)  # The edits that a shared forward applies.
 def _items(changes: Changes | None, name: str) -> Any:
     if changes is None:
         return ()
-    if not isinstance(changes, Mapping):
+    if type(changes) is not dict and not isinstance(changes, Mapping):
         raise EditError(
             f"{name} is a dict of selector to change, for example {{'h.3': th.zero()}}; got {changes!r:.80}"
         )
