@@ -103,7 +103,7 @@ class Editing(Session):
     joins_late = True
 
     def __init__(self, model: nn.Module, *, opaque: bool = False) -> None:
-        super().__init__(model, [], [])
+        Session.__init__(self, model, [], [])
         self._opaque = opaque
         self._handles: list[Any] = []
 
@@ -115,8 +115,10 @@ class Editing(Session):
         Every point that the selector names explicitly must be reached before the session ends. Of the points that it
         matches by a pattern, at least one must be reached.
         """
-        several = type(given) is not FunctionType and isinstance(given, Sequence)
-        changes = list(map(as_change, given if several else (given,)))
+        if not isinstance(given, FunctionType) and isinstance(given, Sequence):  # The first condition is faster.
+            changes = list(map(as_change, given))
+        else:
+            changes = [as_change(given)]
         if self._opaque:
             for change in changes:
                 change.opaque = True

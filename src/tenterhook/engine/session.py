@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Sequence
 from functools import cached_property
 from types import MappingProxyType
 from typing import Any, Self
@@ -504,8 +503,8 @@ class Session:
         if self._rest is None:
             self._rest = rest = type(self).__new__(type(self))
             Session.__init__(rest, self.model, [], [])
-            rest._runs, rest.owner, rest.done, rest.stopped = self._runs, self.owner, self.done, self.stopped
-            rest._state = "closed"
+            rest.owner, rest.done, rest.stopped = self.owner, self.done, self.stopped
+            rest._runs, rest._state = self._runs, "closed"  # noqa: SLF001 - of the same class
         return self._rest
 
     def nearest_tape(self) -> Any:

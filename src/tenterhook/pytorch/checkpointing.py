@@ -89,7 +89,7 @@ def _custom_functions_disable_forward_mode() -> bool:
 
     with torch.no_grad():
         seen.append(not _is_forward_mode_enabled())
-    Asks.apply(torch.zeros(1, device="cpu", requires_grad=True))
+    Asks.apply(torch.zeros(1, device="cpu", requires_grad=True))  # type: ignore[no-untyped-call]
     return seen == [False, False]
 
 

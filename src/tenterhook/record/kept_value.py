@@ -25,7 +25,18 @@ from tenterhook.sites.tensor_wrappers import gathered, settled
 if TYPE_CHECKING:
     from tenterhook.record.tape_log import LogEntries
 
-__all__ = ["Copy", "Entry", "GradientOnly", "KeptValue", "Policy", "Recorder", "policy_of", "read", "value", "without_graph"]
+__all__ = [
+    "Copy",
+    "Entry",
+    "GradientOnly",
+    "KeptValue",
+    "Policy",
+    "Recorder",
+    "policy_of",
+    "read",
+    "value",
+    "without_graph",
+]
 
 Copy = Literal["auto", "always", "never"]
 
@@ -35,8 +46,8 @@ CHANGED = (
     'th.record(model, ..., copy="always").'
 )
 LENT = (
-    "the memory of {address!r} was lent to NumPy after it was recorded, for example by .numpy() or np.asarray(), or its "
-    "module created it from NumPy's memory. NumPy may have changed it, and PyTorch cannot detect that. Convert a "
+    "the memory of {address!r} was lent to NumPy after it was recorded, for example by .numpy() or np.asarray(), or "
+    "its module created it from NumPy's memory. NumPy may have changed it, and PyTorch cannot detect that. Convert a "
     "clone, read the tape first, or record a copy: "
     'th.record(model, ..., copy="always").'
 )
@@ -136,7 +147,11 @@ class Policy:
 
 @functools.lru_cache(maxsize=64)
 def policy_of(
-    copy: Copy, device: torch.device | None, dtype: torch.dtype | None, in_place: bool, gather: bool  # noqa: FBT001
+    copy: Copy,
+    device: torch.device | None,
+    dtype: torch.dtype | None,
+    in_place: bool,  # noqa: FBT001 - a keyword takes longer
+    gather: bool,  # noqa: FBT001
 ) -> Policy:
     """Return the policy with these options. Sessions share it, so it must not be changed."""
     return Policy(copy, device, dtype, in_place=in_place, gather=gather)

@@ -72,6 +72,7 @@ class Outputs(SharedForwards):
     """
 
     points: Sequence[Point] = ()
+    _bases: range
     _last: Last = None
 
     def __init__(
@@ -86,11 +87,13 @@ class Outputs(SharedForwards):
         alone: bool,
     ) -> None:
         self.points, self._policy, self._keep, self._grad, self._values = points, policy, keep, grad, values
-        found = isinstance(points, FoundPoints)
-        modules = points.modules if found else [point.module for point in points]
+        if isinstance(points, FoundPoints):
+            modules, described = points.modules, points.tracks
+        else:
+            modules, described = [point.module for point in points], _described(points)
         self._tape: Tape = session.tape
         log = self._tape.log
-        self._bases = bases = log.new_bases(len(modules))
+        bases = self._bases = log.new_bases(len(modules))
         SharedForwards.__init__(self, session, dict(zip(modules, bases, strict=True)))
         # If other actions record too, entries are stored at once, so that the log keeps the order of the run.
         self._add: Add = log.fresh.append if alone and keep == sys.maxsize else log.adder(keep)
@@ -101,7 +104,6 @@ class Outputs(SharedForwards):
             # By the first key of a track, because a tape must refer to its modules weakly.
             self._slots: GradientLog = self._tape.grad.passes
         if alone:
-            described = points.tracks if found else _described(points)
             if values:
                 self._tape.make_tracks = partial(_make_tracks, described, bases, partial(LogEntries, log, None))
             if grad:
@@ -119,7 +121,8 @@ class Outputs(SharedForwards):
 
     def calls_of(self, module: nn.Module) -> int:
         """Return how many calls of a module have begun, or 0 if the module has its own actions."""
-        return SharedForwards.calls_of(self, module) % SPAN
+        calls: int = SharedForwards.calls_of(self, module) % SPAN
+        return calls
 
     def path_of(self, module: nn.Module) -> str:
         """Return the path of a module."""
@@ -224,7 +227,7 @@ class Outputs(SharedForwards):
         """
         keys, add, last, owner = self.modules, self._add, self._last, current.token
         keep, values = self._policy.keep, self._values
-        log, limit, whole = self._slots, self._keep, self._policy.gather
+        log, limit, whole = self._slots, None if self._keep == sys.maxsize else self._keep, self._policy.gather
 
         def forward(self_: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
             key = keys.get(self_)
@@ -233,7 +236,7 @@ class Outputs(SharedForwards):
                 or not is_grad_enabled() or saved_tensor_hooks() is not None  # A checkpoint may surround this call.
             ):  # fmt: skip
                 return self.other(self_)(*args, **kwargs)
-            call, since = key % SPAN, next_operation_number()
+            since = next_operation_number()
             keys[self_] = key + 1
             value = original(self_, *args, **kwargs) if kwargs or len(args) != 1 else original(self_, args[0])
             tensor: Any = value if type(value) is Tensor else lone_tensor(value)
@@ -241,14 +244,12 @@ class Outputs(SharedForwards):
                 tensor is None or whole
                 or self_.__dict__[FORWARD_HOOKS] or GLOBAL_FORWARD_HOOKS
             ):  # fmt: skip
-                self._enter(self_, call, since)
-                return self.finish(self_, call, value)
+                return self._finish(self_, key % SPAN, since, value)
             new = values and getrefcount(tensor) == NEW and view_base(tensor) is None and innermost_transform() is None
             own = watch_output(log, key, tensor, since, 0 if value is tensor else len(value))
             if own is None:
-                self._enter(self_, call, since)
-                return self.finish(self_, call, value)
-            if call >= limit:
+                return self._finish(self_, key % SPAN, since, value)
+            if limit is not None and key % SPAN >= limit:
                 log.drop(key - limit)
             if own is not tensor:
                 log.note(key, number_for(self_))
@@ -269,10 +270,11 @@ class Outputs(SharedForwards):
 
         return forward
 
-    def _enter(self, module: nn.Module, call: int, since: int) -> None:
-        """Let the action of a module's gradient begin a call, unless the session has ended during the call."""
+    def _finish(self, module: nn.Module, call: int, since: int, value: Any) -> Any:
+        """Let the action of a module's gradient finish a call, unless the session has ended during the call."""
         if self._session is not None:
             self._gradient_of(module).enter(call, since)
+        return self.finish(module, call, value)
 
     def _gradient_of(self, module: nn.Module) -> OutputGradient:
         gradient = self._gradients.get(module)
@@ -297,9 +299,7 @@ def _described(points: Sequence[Point]) -> list[tuple[str, type[nn.Module], ref[
     return [(point.address, type(point.module), ref(point.module)) for point in points]
 
 
-def _make_tracks(
-    described: list[Any], bases: range, entries: Callable[[int], Any], tracks: dict[str, Track]
-) -> None:
+def _make_tracks(described: list[Any], bases: range, entries: Callable[[int], Any], tracks: dict[str, Track]) -> None:
     """Create the tracks of outputs. ``entries`` returns those of a track by its first key."""
     for (address, kind, module), base in zip(described, bases, strict=True):
         tracks[address] = Track(entries(base), kind=kind.__name__, output_of=module)

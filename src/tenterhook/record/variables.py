@@ -18,12 +18,11 @@ from tenterhook.engine.dispatch import OWN_FILES, stop_at
 from tenterhook.engine.inner_values import RewrittenFunction
 from tenterhook.engine.refuse_tracing import refuse_traced
 from tenterhook.engine.shared_forward import SharedForwards
-from tenterhook.pytorch.autograd import current_backward_id
+from tenterhook.pytorch.autograd import current_backward_id, view_base
 from tenterhook.record.kept_value import Policy, Recorder
 from tenterhook.record.tape import Track
 from tenterhook.record.tape_log import SPAN, LogEntries
 from tenterhook.sites.rewrite import rebuilt, rewritten
-from tenterhook.sites.tensor_hooks import shows_every_change
 from tenterhook.sites.threads import current
 
 if TYPE_CHECKING:
@@ -137,9 +136,11 @@ class _Values:
             return value if later is None else later.value(place, value)
         self._keys[module] = key + 1
         try:
-            if self._by_reference and type(value) is Tensor and shows_every_change(value):
-                self._add((key, value.detach() if value.requires_grad else value, value._version))
-                return value
+            if self._by_reference and type(value) is Tensor and value.untyped_storage().resizable():
+                base = view_base(value)  # This is a short form of shows_every_change.
+                if base is None or type(base) is Tensor:
+                    self._add((key, value.detach() if value.requires_grad else value, value._version))
+                    return value
         except RuntimeError:  # An inference tensor has no version, and a sparse one has no storage.
             pass
         refuse_traced(module)

@@ -431,7 +431,7 @@ class Recording(Session):
             self._outputs.release()
 
     def _say_what_was_missed(self) -> None:
-        Session._say_what_was_missed(self)
+        super()._say_what_was_missed()
         if self._stop and self._waiting:
             shown = listed([str(point) for point in self._waiting])
             text = f"the run was not stopped, because it never reached {len(self._waiting)} of the points: {shown}"
@@ -472,7 +472,7 @@ class Recording(Session):
         raise SessionError(f"values are on the tape of a session: session.tape[{address!r}]")
 
     def __enter__(self) -> Tape:  # type: ignore[override]
-        super().__enter__()
+        Session.__enter__(self)
         return self.tape
 
     def on_error(self, error: BaseException) -> None:
