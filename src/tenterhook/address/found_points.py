@@ -16,6 +16,7 @@ from weakref import ref
 from tenterhook.address.functions import plain
 from tenterhook.address.point import Point, Site
 from tenterhook.address.walk import Children
+from tenterhook.pytorch.module_calls import children_of
 
 if TYPE_CHECKING:
     from torch import nn
@@ -32,7 +33,7 @@ class Remembered(NamedTuple):
     """The cached result of a glob."""
 
     places: list[int]
-    """the position of each module in the structure"""
+    """the position of each module in the structure, or among the children of the modules ``above``"""
     paths: list[str]
     tracks: list[tuple[str, type[nn.Module], Any]]
     """the address, the class, and a weak reference to the module"""
@@ -58,6 +59,12 @@ def remember(
     points: Sequence[Point], modules: Sequence[nn.Module | None], above: Sequence[nn.Module] | None
 ) -> Remembered:
     """Return the cacheable form of ``points``. ``modules`` are the modules of the structure, in its order."""
+    if above is not None:
+        children = [child for parent in above for child in children_of(parent).values()]
+        if {id(point.module) for point in points} <= {id(child) for child in children}:
+            modules = children
+        else:
+            above = None
     places = {id(module): place for place, module in enumerate(modules)}
     inside = [point for point in points if point.spot is not None]
     return Remembered(
@@ -108,13 +115,12 @@ class FoundPoints(Sequence[Point]):
             if found is None:
                 return False
             self.looked, modules = found
-            self._modules = list(map(modules.__getitem__, self._found.places))
         else:
-            looked = above.children.look(list(map(call, above.parents)))
-            alive: list[Any] = list(map(call, self._found.modules))
-            if looked is None or None in alive:
+            looked = above.children.look([parent() for parent in above.parents])
+            if looked is None:
                 return False
-            self.looked, self._modules = looked, alive
+            self.looked, modules = looked, looked.modules
+        self._modules = [modules[place] for place in self._found.places]
         return not self.spots or self._has_these_forwards()
 
     def _has_these_forwards(self) -> bool:
