@@ -20,10 +20,15 @@ class BlockEnd:
     """A descriptor for the ``__exit__`` of a session."""
 
     def __get__(self, session: Session | None, owner: type[Session]) -> Any:
-        return _leave if session is None else _End(_leave, session, session.depth)
+        return _leave if session is None else _End(_leave_block, session, session.depth)
 
 
-def _leave(session: Session, _depth: int, _kind: Any, error: BaseException | None, _traceback: Any) -> bool:
+def _leave(session: Session, _kind: Any, error: BaseException | None, _traceback: Any) -> bool:
+    return session.leave(error)
+
+
+# What a ``with`` block calls. The depth is that before the block; ``__del__`` reads it. An ExitStack calls ``_leave``.
+def _leave_block(session: Session, _depth: int, _kind: Any, error: BaseException | None, _traceback: Any) -> bool:
     return session.leave(error)
 
 
