@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import tenterhook as th
+from tenterhook.record.kept_value import Policy
 from tenterhook.testing import no_leak
 
 # Dynamo's own, as it looks at tensors with a history, and as it leaves a graph.
@@ -121,7 +122,7 @@ def test_an_edit_of_another_kind_is_an_error_that_says_so():
 def test_an_error_while_values_are_taken_is_raised_by_the_session():
     call, target, at = outer(net(), backend="eager")
     session = th.record(target, f"{at}b1", device="meta")
-    session._policy.device = "nowhere"
+    session._policy = Policy(device="nowhere")
     with pytest.raises(RuntimeError, match="nowhere"), session:
         call(X)
 

@@ -339,3 +339,23 @@ def test_the_models_own_way_of_recomputing_is_edited_again_but_not_recorded_agai
         model(X.clone().requires_grad_()).sum().backward()
     assert len(tape) == 1
     assert torch.allclose(model.linear.bias.grad, torch.full((3,), 8.0, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("transform", [False, True], ids=["", "inside jvp"])
+@pytest.mark.parametrize("way", ["reentrant", "non-reentrant"])
+def test_an_edit_in_a_checkpoint_in_which_gradients_are_switched_off_and_on_is_applied_again(way, transform):
+    model = Net()
+
+    def run(x):
+        if not transform:
+            return model.blocks[0](x)
+        return torch.func.jvp(model.blocks[0], (x,), (torch.ones_like(x),))[0]
+
+    def gradient(*, checkpointed):
+        x = X.clone().requires_grad_()
+        with torch.no_grad(), th.edit(model, {"blocks.0.one": th.scale(2)}), torch.enable_grad():
+            loss = (checkpoint(run, x, use_reentrant=way == "reentrant") if checkpointed else run(x)).pow(2).sum()
+        loss.backward()
+        return x.grad
+
+    assert torch.allclose(gradient(checkpointed=True), gradient(checkpointed=False))

@@ -836,3 +836,17 @@ def close_and_compare(session, entry, reference):
         for address, expected in entry[3].items():
             assert all(map(torch.equal, session.tape.calls(address), expected))
             assert len(session.tape.calls(address)) == len(expected)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_an_exit_stack_closes_a_session(fails):
+    model, before = mlp(), mlp().state_dict().keys()
+    with contextlib.suppress(ZeroDivisionError), contextlib.ExitStack() as stack:
+        tape = stack.enter_context(th.record(model))
+        stack.enter_context(th.edit(model, {"0": th.scale(2)}))
+        model(torch.ones(1, next(model.parameters()).shape[1]))
+        if fails:
+            raise ZeroDivisionError
+    assert len(tape) > 0
+    assert all("forward" not in vars(module) for module in model.modules())
+    assert model.state_dict().keys() == before

@@ -41,6 +41,29 @@ def test_memory_of_numpy_is_copied(way, point, grad):
     assert tape[point].eq(0).all()
 
 
+@pytest.mark.parametrize("grad", [False, True], ids=["", "no grad"])
+@pytest.mark.parametrize("layer", [nn.Flatten(), nn.Identity(), nn.Dropout(), nn.Unflatten(1, (1, 3))], ids=repr)
+def test_memory_of_numpy_that_a_layer_passes_on_is_copied(layer, grad):
+    array = np.zeros((2, 3), np.float32)
+    model = nn.Sequential(layer, nn.Tanh()).eval()
+    with torch.set_grad_enabled(grad), th.record(model, "*") as tape:
+        model(torch.from_numpy(array)[None].squeeze(0))  # A view whose base nothing in Python refers to.
+    array[:] = 7
+    assert tape["0"].eq(0).all()
+
+
+@pytest.mark.parametrize("keep", ["all", "last"])
+@pytest.mark.parametrize("give", [lambda _, x: torch.from_numpy(x.numpy()), lambda _, x: x.detach()])
+def test_a_new_tensor_on_memory_of_numpy_is_an_error(give, keep):
+    array = np.zeros((2, 3), np.float32)
+    model = Gives(give)
+    with torch.no_grad(), th.record(model, keep=keep) as tape:
+        model(torch.from_numpy(array))
+    array[:] = 7
+    with pytest.raises(th.ValueChanged, match="its module created it from NumPy's memory"):
+        tape[":return"]
+
+
 def test_an_array_that_is_refilled_for_each_call_leaves_the_calls_before():
     array = np.zeros((2, 3), np.float32)
     model = nn.Sequential(nn.Identity())

@@ -16,6 +16,7 @@ from weakref import ref
 from tenterhook.address.functions import plain
 from tenterhook.address.point import Point, Site
 from tenterhook.address.walk import Children
+from tenterhook.pytorch.module_calls import children_of
 
 if TYPE_CHECKING:
     from torch import nn
@@ -32,7 +33,7 @@ class Remembered(NamedTuple):
     """The cached result of a glob."""
 
     places: list[int]
-    """the position of each module in the structure"""
+    """the position of each module in the structure, or among the children of the modules ``above``"""
     paths: list[str]
     tracks: list[tuple[str, type[nn.Module], Any]]
     """the address, the class, and a weak reference to the module"""
@@ -58,6 +59,12 @@ def remember(
     points: Sequence[Point], modules: Sequence[nn.Module | None], above: Sequence[nn.Module] | None
 ) -> Remembered:
     """Return the cacheable form of ``points``. ``modules`` are the modules of the structure, in its order."""
+    if above is not None:
+        children = [child for parent in above for child in children_of(parent).values()]
+        if {id(point.module) for point in points} <= {id(child) for child in children}:
+            modules = children
+        else:
+            above = None
     places = {id(module): place for place, module in enumerate(modules)}
     inside = [point for point in points if point.spot is not None]
     return Remembered(
@@ -93,13 +100,12 @@ class FoundPoints(Sequence[Point]):
     looked: Looked
     """what :meth:`look` looked at"""
 
-    def __init__(self, structure: Structure, text: str) -> None:
-        self.structure, self.text = structure, text
-        found = structure.globs[text]
-        assert found is not None  # noqa: S101  The caller has looked.
-        self._found, self.paths, self.tracks, self.spots = found, found.paths, found.tracks, found.spots
-        self._modules: list[nn.Module] | None = None
-        self._points: list[Point] | None = None
+    _modules: list[nn.Module] | None = None
+    _points: list[Point] | None = None
+
+    def __init__(self, structure: Structure, text: str, found: Remembered) -> None:
+        self.structure, self.text, self._found = structure, text, found
+        self.tracks, self.spots = found.tracks, found.spots
 
     def look(self, model: nn.Module) -> bool:
         """Look up the modules in the model. Return False if the model has changed and the glob may match others."""
@@ -109,13 +115,12 @@ class FoundPoints(Sequence[Point]):
             if found is None:
                 return False
             self.looked, modules = found
-            self._modules = list(map(modules.__getitem__, self._found.places))
         else:
-            looked = above.children.look(list(map(call, above.parents)))
-            alive: list[Any] = list(map(call, self._found.modules))
-            if looked is None or None in alive:
+            looked = above.children.look([parent() for parent in above.parents])
+            if looked is None:
                 return False
-            self.looked, self._modules = looked, alive
+            self.looked, modules = looked, looked.modules
+        self._modules = [modules[place] for place in self._found.places]
         return not self.spots or self._has_these_forwards()
 
     def _has_these_forwards(self) -> bool:
@@ -133,11 +138,11 @@ class FoundPoints(Sequence[Point]):
 
     def _all(self) -> list[Point]:
         if self._points is None:
-            self._points = list(map(self._point_at, range(len(self.paths))))
+            self._points = list(map(self._point_at, range(len(self.tracks))))
         return self._points
 
     def _point_at(self, place: int) -> Point:
-        address, module, path = self.tracks[place][0], self.modules[place], self.paths[place]
+        address, module, path = self.tracks[place][0], self.modules[place], self._found.paths[place]
         if not self.spots:
             return Point(address, Site.RETURN, module, path)
         name, spot = self.spots[place]
@@ -148,7 +153,7 @@ class FoundPoints(Sequence[Point]):
         return self._point_at(self.modules.index(module))
 
     def __len__(self) -> int:
-        return len(self.paths)
+        return len(self.tracks)
 
     @overload
     def __getitem__(self, index: int) -> Point: ...

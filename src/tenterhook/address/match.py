@@ -145,7 +145,8 @@ def points_found(model: nn.Module, text: str) -> FoundPoints | None:
     known = last_structure(model)
     if known is not None and text in known.globs:
         # The start of the session looks whether the model has changed since.
-        return None if known.globs[text] is None else FoundPoints(known, text)
+        remembered = known.globs[text]
+        return None if remembered is None else FoundPoints(known, text, remembered)
     return _found(model, text, plan)
 
 
@@ -162,9 +163,10 @@ def _found(model: nn.Module, text: str, plan: _Plan) -> FoundPoints | None:
         points = _glob(model, text, plan)
         alike = not plan.address.inner or all(map(is_plain_variable, points))
         known.globs[text] = remember(points, modules, _above(model, plan.address.path)) if alike else None
-    if known.globs[text] is None:
+    remembered = known.globs[text]
+    if remembered is None:
         return None
-    found = FoundPoints(known, text)
+    found = FoundPoints(known, text, remembered)
     return found if found.look(model) else None
 
 

@@ -8,8 +8,7 @@ the module inside has the name that it has without the wrapper.
 
 from __future__ import annotations
 
-from itertools import chain
-from operator import call, methodcaller
+from operator import call
 from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import ref
 
@@ -183,29 +182,31 @@ class Structure:
 class Children:
     """The names and identities of the children of some modules, to see whether they have changed."""
 
-    __slots__ = ("_counts", "_ids", "_names")
+    __slots__ = ("_ids", "_names")
 
-    def __init__(self, names: list[str], ids: list[int], counts: list[int]) -> None:
-        self._names, self._ids, self._counts = names, ids, counts
+    def __init__(self, names: list[list[str]], ids: list[int]) -> None:
+        self._names, self._ids = names, ids
 
     @classmethod
     def of(cls, parents: Sequence[nn.Module]) -> Children:
         """Return the children that these modules have now."""
         tables = [children_of(parent) for parent in parents]
-        ids = list(map(id, chain.from_iterable(map(_VALUES, tables))))
-        return cls(list(chain.from_iterable(map(_NAMES, tables))), ids, list(map(len, tables)))
+        return cls([[*table.keys()] for table in tables], [id(child) for table in tables for child in table.values()])
+
+    # The children of a scripted module are in a table that has the methods of a dict, and is none.
 
     def look(self, parents: Sequence[Any]) -> Looked | None:
         """Return the children of these modules, or None if they have changed. A dead module is None."""
+        modules: list[Any] = []
         try:
             tables = list(map(children_of, parents))
         except AttributeError:
             return None
-        modules = list(chain.from_iterable(map(_VALUES, tables)))
-        # The counts tell a child that moved to another parent.
-        if list(map(id, modules)) != self._ids or list(map(len, tables)) != self._counts:
-            return None
-        return Looked(tables, modules) if list(chain.from_iterable(map(_NAMES, tables))) == self._names else None
+        for table, names in zip(tables, self._names, strict=False):  # A model without children has no parents.
+            if [*table.keys()] != names:
+                return None
+            modules += table.values()
+        return Looked(tables, modules) if list(map(id, modules)) == self._ids else None
 
 
 class Looked(NamedTuple):
@@ -217,11 +218,10 @@ class Looked(NamedTuple):
     @property
     def is_unchanged(self) -> bool:
         """True if the tables still hold the same modules."""
-        return list(chain.from_iterable(map(_VALUES, self.tables))) == self.modules
-
-
-# Methods by name, because the children of a scripted module are not in a dict.
-_NAMES, _VALUES = methodcaller("keys"), methodcaller("values")
+        now: list[Any] = []
+        for table in self.tables:
+            now += table.values()
+        return now == self.modules
 
 
 _known: ModelTable[Structure] = ModelTable()

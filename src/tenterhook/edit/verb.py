@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from types import FunctionType
 from typing import Any
 
 from torch import nn
@@ -102,7 +103,7 @@ class Editing(Session):
     joins_late = True
 
     def __init__(self, model: nn.Module, *, opaque: bool = False) -> None:
-        super().__init__(model, [], [])
+        Session.__init__(self, model, [], [])
         self._opaque = opaque
         self._handles: list[Any] = []
 
@@ -114,7 +115,10 @@ class Editing(Session):
         Every point that the selector names explicitly must be reached before the session ends. Of the points that it
         matches by a pattern, at least one must be reached.
         """
-        changes = list(map(as_change, given if isinstance(given, Sequence) else (given,)))
+        if not isinstance(given, FunctionType) and isinstance(given, Sequence):  # The first condition is faster.
+            changes = list(map(as_change, given))
+        else:
+            changes = [as_change(given)]
         if self._opaque:
             for change in changes:
                 change.opaque = True
@@ -185,7 +189,7 @@ SHARED = (ValueEdit, SkipEdit)  # The edits that a shared forward applies.
 def _items(changes: Changes | None, name: str) -> Any:
     if changes is None:
         return ()
-    if not isinstance(changes, Mapping):
+    if type(changes) is not dict and not isinstance(changes, Mapping):
         raise EditError(
             f"{name} is a dict of selector to change, for example {{'h.3': th.zero()}}; got {changes!r:.80}"
         )

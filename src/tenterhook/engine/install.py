@@ -332,9 +332,8 @@ def _patch_of(module: nn.Module) -> ForwardPatch | None:
 
 def allow_script(module: nn.Module) -> None:
     """Let torch.jit.script accept the module again."""
-    state = module.__dict__
-    if SCRIPT in state and getattr(state[SCRIPT], "__func__", None) is refuse:
-        del state[SCRIPT]
+    if getattr(module.__dict__.get(SCRIPT), "__func__", None) is refuse:
+        del module.__dict__[SCRIPT]
 
 
 def refuse(module: nn.Module) -> Any:

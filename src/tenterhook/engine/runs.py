@@ -10,7 +10,7 @@ import functools
 from bisect import bisect_right
 from collections.abc import Callable
 from types import MethodType
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from torch import nn
 
@@ -103,16 +103,9 @@ class GenerateListener(Protocol):
     def end(self, output: Any) -> None: ...
 
 
-class _Listened(NamedTuple):
-    """A model's own ``generate`` attribute, if any, ours, and the listeners with the threads of their sessions."""
-
-    own: Any
-    ours: MethodType
-    listeners: list[tuple[Any, GenerateListener]]
-
-
-_listened: dict[int, _Listened] = {}
-"""by the id of a model that an open session keeps alive"""
+_listened: dict[int, tuple[Any, MethodType, dict[GenerateListener, int]]] = {}
+"""By the id of a model that an open session keeps alive: the model's own ``generate`` attribute, if any, ours, and the
+listeners with the threads of their sessions."""
 
 
 @functools.lru_cache(maxsize=256)
@@ -125,8 +118,9 @@ def _function(original: Callable[..., Any]) -> Callable[..., Any]:
         if listened is None:  # A copy of the model, made while the session was open.
             model.__dict__.pop(GENERATE, None)
             return getattr(model, GENERATE)(*args, **kwargs)
-        call: Any = listened.own or MethodType(original, model)
-        mine = [listener for owner, listener in listened.listeners if owner == current.token]
+        own, _, listeners = listened
+        call: Any = own or MethodType(original, model)
+        mine = [listener for listener, owner in listeners.items() if owner == current.token]
         return _between(mine, call, args, kwargs)
 
     return generate
@@ -149,33 +143,31 @@ def _between(listeners: list[GenerateListener], call: Any, args: tuple[Any, ...]
 def listen(model: nn.Module, listener: GenerateListener) -> None:
     """Call a listener around this thread's calls of the ``generate`` of a model inside all wrappers, if it has one."""
     original = getattr(type(model), GENERATE, None)
-    if original is None or not callable(original):
+    if not callable(original):
         return
     with locked:
-        listened = _listened.get(id(model))
-        if listened is None:
+        found = _listened.get(id(model))
+        if found is None:
             state, ours = model.__dict__, MethodType(_function(original), model)
-            listened = _listened[id(model)] = _Listened(state.get(GENERATE), ours, [])
+            found = _listened[id(model)] = state.get(GENERATE), ours, {}
             state[GENERATE] = ours
-        listened.listeners.append((current.token, listener))
+        found[2][listener] = current.token
 
 
 def stop_listening(model: nn.Module, listener: GenerateListener) -> None:
     """Remove a listener, any number of times; with the last one, the model's ``generate`` is its own again."""
-    listened = _listened.get(id(model))
-    if listened is None:
+    found = _listened.get(id(model))
+    if found is None:
         return
     with locked:
-        for place, (_, each) in enumerate(listened.listeners):
-            if each is listener:
-                del listened.listeners[place]
-                break
-        if listened.listeners:
+        own, ours, listeners = found
+        listeners.pop(listener, None)
+        if listeners:
             return
         state = model.__dict__
-        if state.get(GENERATE) is listened.ours:
-            if listened.own is None:
+        if state.get(GENERATE) is ours:
+            if own is None:
                 del state[GENERATE]
             else:
-                state[GENERATE] = listened.own
+                state[GENERATE] = own
         _listened.pop(id(model), None)  # Last: an interrupt before it repeats the step above.

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Sequence
 from functools import cached_property
+from types import MappingProxyType
 from typing import Any, Self
 
 from torch import nn
@@ -63,6 +63,13 @@ REPLICAS = (
 NEEDED = ("module calls", "backward passes", "tracing", "transforms of torch.func", "structured values")
 
 
+RELEASED: dict[str, Any] = {
+    "_action_sets": MappingProxyType({}), "bindings": (), "required": (), "entries": MappingProxyType({}), "_swaps": (),
+    "graph_outputs": None, "_shared_forwards": None, "_readers": None, "_looked": None,
+}  # fmt: skip
+"""what a session that has ended refers to"""
+
+
 class _Local(threading.local):
     def __init__(self) -> None:
         self.open: list[Session] = []
@@ -98,6 +105,8 @@ class Session:
     """whether the session waits for the compiler, in a process that has compiled other code"""
     depth = 0
     """the number of `with` blocks around"""
+    owner = 0
+    """the thread that has started the session"""
     graph_outputs: Any = None
     """where compiled graphs store what they record; see tenterhook.compiled"""
     plan_key: tuple[Any, ...] = ()
@@ -108,7 +117,10 @@ class Session:
     """the paths of layers whose fast path bypasses their children"""
     _shared_forwards: SharedForwards | None = None
     _readers: Readers | None = None
-    _neighbours: Sequence[Session] = ()
+    _runs: RunNumbers | None = None
+    _swaps: tuple[Exchange, ...] = ()
+    _neighbours: Any = ()
+    """the list of the sessions that are open in the thread that has started this one"""
     _planned: Structure | None = None
     """the model's structure when its points were found, if known"""
     _looked: Looked | None = None
@@ -116,17 +128,9 @@ class Session:
     _compile_counts = Compiled()
     _rest: Self | None = None
 
-    def __init__(
-        self,
-        model: nn.Module,
-        bindings: list[Binding],
-        required: list[list[Binding]],
-        runs: RunNumbers | None = None,
-    ) -> None:
-        self.model, self.bindings, self.required, self._runs = model, bindings, required, runs
-        self.owner = current.token
+    def __init__(self, model: nn.Module, bindings: list[Binding], required: list[list[Binding]]) -> None:
+        self.model, self.bindings, self.required = model, bindings, required
         self._action_sets: dict[nn.Module, ModuleActions] = {}
-        self._swaps: list[Exchange] = []
 
     @cached_property
     def entries(self) -> dict[nn.Module, str]:
@@ -143,34 +147,41 @@ class Session:
         try:
             require(*NEEDED, *self.needs)
             compiled = has_compiled_anything()
-            self._compiles, self._fused = compiled and compiled_support().runs(self.model), facts(self.model).fused
+            if compiled:
+                self._compiles = compiled_support().runs(self.model)
+            self._fused = facts(self.model).fused
             self._plan()
             self._check_torch()
+            if compiled:
+                self._prepare_compiled()
             planned = len(self._action_sets)
-            if compiled and (self._compiles or not self._can_wait()):
-                compiled_support().begin(self)
-            elif compiled:
-                self.waits = True  # Set this first, so that an interrupt finds what to undo.
-                compiled_support().wait(self)
             if self._shared_forwards is not None:
                 self._shared_forwards.install()
             if self._action_sets:
                 attach_all(self._action_sets.values())
-            if self.waits and len(self._action_sets) > planned:  # Another session, or a forward of its own, is there.
-                compiled_support().stop_waiting(self)
-                self.join_compiled()
+                if self.waits and len(self._action_sets) > planned:  # Another session, or an own forward, is there.
+                    compiled_support().stop_waiting(self)
+                    self.join_compiled()
             if self._runs is not None:
                 listen(self.inner, self._runs)
             self.on_start()
             self._state = "open"
             # The list of the thread that starts the session; another thread may close it.
-            self._neighbours = _local.open
-            _local.open.append(self)
+            self._neighbours = around = _local.open
+            around.append(self)
         except BaseException:
             self._undo()
             self._release()
             raise
         return self
+
+    def _prepare_compiled(self) -> None:
+        """Prepare for compiled code, of this model or of another one."""
+        if self._compiles or not self._can_wait():
+            compiled_support().begin(self)
+        else:
+            self.waits = True  # Set this first, so that an interrupt finds what to undo.
+            compiled_support().wait(self)
 
     def _not_new(self) -> SessionError:
         if self._state == "open":
@@ -260,7 +271,7 @@ class Session:
             refuse_outside_owners(readers, point.module, name, point.address)
         swap = Swap(readers, point.tensor, lambda tensor: action(tensor, context))
         swap.binding = binding
-        self._swaps.append(swap)
+        self._swaps += (swap,)
         reaching = {id(point.module)} if spread else readers.reaching(point.tensor)
         for path, module in walk(self.model)[0]:
             if id(module) in reaching:
@@ -275,7 +286,7 @@ class Session:
             layer = find(self.model, path)
             if isinstance(layer, FUSED) and self._wants_inside(path, layer):
                 exchange = unfused(layer)
-                self._swaps.append(exchange)
+                self._swaps += (exchange,)
                 self._actions_of(layer, path).swaps += (exchange,)
 
     def _wants_inside(self, path: str, layer: nn.Module) -> bool:
@@ -368,15 +379,14 @@ class Session:
 
     def _release(self) -> None:
         """Drop the references to this session, so that it and its tape are freed without the garbage collector."""
-        self._action_sets, self.bindings, self.required, self.graph_outputs = {}, [], [], None
-        self.__dict__.pop("entries", None)
-        self._shared_forwards, self._readers, self._looked, self._swaps = None, None, None, []
+        self.__dict__.update(RELEASED)
 
     def _undo(self) -> list[str]:
         """Remove everything. Return the paths of modules whose forward other code has replaced."""
-        if isinstance(self._neighbours, list) and self in self._neighbours:
-            self._neighbours.remove(self)
-        replaced = self._shared_forwards.remove() if self._shared_forwards is not None else []
+        around, shared = self._neighbours, self._shared_forwards
+        if self in around:
+            around.remove(self)
+        replaced = shared.remove() if shared is not None else []
         try:
             if self._action_sets:
                 self._detach_all(replaced)
@@ -492,8 +502,9 @@ class Session:
             return self
         if self._rest is None:
             self._rest = rest = type(self).__new__(type(self))
-            Session.__init__(rest, self.model, [], [], self._runs)
-            rest.owner, rest.done, rest.stopped, rest._state = self.owner, self.done, self.stopped, "closed"
+            Session.__init__(rest, self.model, [], [])
+            rest.owner, rest.done, rest.stopped = self.owner, self.done, self.stopped
+            rest._runs, rest._state = self._runs, "closed"  # noqa: SLF001 - of the same class
         return self._rest
 
     def nearest_tape(self) -> Any:

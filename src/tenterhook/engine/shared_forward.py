@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import FunctionType, MethodType
 from typing import TYPE_CHECKING, Any
 
@@ -33,13 +33,15 @@ __all__ = ["SharedForwards"]
 OWN_FILES.add(__file__)
 
 Forward = Callable[..., Any]
-SKIPPED = disabled(OPEN)
-"""the attributes of a function that Dynamo skips"""
 
 
 @functools.lru_cache(maxsize=1024)
-def _signature(function: Forward) -> inspect.Signature:
-    return inspect.signature(function)
+def _attributes(kind: Any, own: FunctionType) -> dict[str, Any] | None:
+    """Return the attributes of a shared forward of a class with this ``forward``, or None if it cannot have one."""
+    if own is nn.Module.forward or shows_attributes(kind):
+        return None
+    # Not __wrapped__: torch.jit.script would then read the source of the class's own forward.
+    return {**disabled(OPEN), "__signature__": inspect.signature(own)}
 
 
 class SharedForwards:
@@ -51,17 +53,23 @@ class SharedForwards:
     missing there has its own actions.
     """
 
-    __slots__ = ("_methods", "_scripted", "_session", "ended", "modules")
-
     serves_bindings = False
     """the functions serve all bindings of the session"""
 
+    # Class attributes: what a shared forward finds that other code has kept after the session.
+    modules: dict[nn.Module, int] = {}  # noqa: RUF012 - empty, and never changed
+    ended: Mapping[nn.Module, int] = modules
+    """the numbers of the modules at the end of the session"""
+    _session: Session | None = None
+    _scripted: tuple[nn.Module, ...] = ()
+
     def __init__(self, session: Session, modules: dict[nn.Module, int]) -> None:
-        self._session: Session | None = session  # None after the session has ended.
-        self.modules = modules
-        self.ended: dict[nn.Module, int] = {}  # The numbers of the modules at the end of the session.
+        self._session, self.modules = session, modules
         self._methods: dict[nn.Module, Any] = {}
-        self._scripted: list[nn.Module] = []
+
+    def release(self) -> None:
+        """Drop all references to modules and the tape at the end of the session."""
+        self.__dict__.clear()
 
     def make_forward(self, original: Forward) -> Forward:
         """Return the function for all modules of a class whose own ``forward`` is given."""
@@ -85,13 +93,14 @@ class SharedForwards:
 
     def install(self) -> None:
         """Install the functions. A module that already has its own instance ``forward`` gets its own actions."""
-        methods, functions, others = self._methods, dict[type, Any](), []
+        methods = self._methods
+        functions: dict[type, Any] = {}
+        others: list[nn.Module] = []
         with locked:
             for module in tuple(self.modules):
                 kind, state = type(module), module.__dict__
-                try:
-                    function = functions[kind]
-                except KeyError:
+                function = functions.get(kind)
+                if function is None and kind not in functions:
                     function = functions[kind] = self._function(kind)
                 if function is None or "forward" in state:
                     if "forward" in state or can_be_called(module):
@@ -107,16 +116,16 @@ class SharedForwards:
     def _refuse_script(self, module: nn.Module) -> None:
         """Make torch.jit.script refuse a module. A module without this fails too: a script cannot have ``*args``."""
         if SCRIPT not in module.__dict__:
-            self._scripted.append(module)
+            self._scripted += (module,)
             module.__dict__[SCRIPT] = bind(refuse, module)
 
     def _function(self, kind: Any) -> Any:
-        own = getattr(kind, "forward", None)
-        if type(own) is not FunctionType or own is nn.Module.forward or shows_attributes(kind):
+        own: Any = getattr(kind, "forward", None)
+        attributes = _attributes(kind, own) if type(own) is FunctionType else None
+        if attributes is None:
             return None
         made: Any = self.make_forward(own)
-        # Not __wrapped__: torch.jit.script would then read the source of the class's own forward.
-        made.__dict__.update(SKIPPED, __signature__=_signature(own), shared=self)
+        made.__dict__.update(attributes, shared=self)
         if self._session is not None and self._session.waits:
             compiled_support().keep_out(made)
         return made
@@ -205,7 +214,7 @@ class SharedForwards:
                 allow_script(module)
             self.ended = self.modules.copy()
             self.modules.clear()  # A forward that other code has kept looks its module up here.
-            self._methods, self._session, self._scripted = {}, None, []
+            self._methods, self._session = {}, None
         return replaced
 
     def __repr__(self) -> str:

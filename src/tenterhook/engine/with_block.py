@@ -8,8 +8,7 @@ The lookup returns an object that closes the session when it is garbage-collecte
 from __future__ import annotations
 
 import functools
-import sys
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from tenterhook.engine.session import Session
@@ -21,7 +20,7 @@ class BlockEnd:
     """A descriptor for the ``__exit__`` of a session."""
 
     def __get__(self, session: Session | None, owner: type[Session]) -> Any:
-        return _leave if session is None else _End(_leave, session)
+        return _leave if session is None else _End(_leave_block, session, session.depth)
 
 
 def _leave(session: Session, _kind: Any, error: BaseException | None, _traceback: Any) -> bool:
@@ -36,6 +35,11 @@ def _leave(session: Session, _kind: Any, error: BaseException | None, _traceback
         raise
 
 
+# What a ``with`` block calls. The depth is that before the block; ``__del__`` reads it. An ExitStack calls ``_leave``.
+def _leave_block(session: Session, _depth: int, _kind: Any, error: BaseException | None, _traceback: Any) -> bool:
+    return session.leave(error)
+
+
 class _End(functools.partial[bool]):
     """The ``__exit__`` of one ``with`` block.
 
@@ -43,16 +47,11 @@ class _End(functools.partial[bool]):
     alive, and the frame would keep this object alive.
     """
 
-    depth = sys.maxsize  # An interrupt may come before it is set. Then the session was not started either.
-
-    def __new__(cls, function: Any, session: Session) -> Self:
-        end = super().__new__(cls, function, session)
-        end.depth = session.depth
-        return end
+    __slots__ = ()
 
     def __del__(self) -> None:
-        session: Session = self.args[0]
-        if session.depth > self.depth:
-            session.depth = self.depth
-            if not self.depth:
+        session, depth = self.args
+        if session.depth > depth:
+            session.depth = depth
+            if not depth:
                 session.drop()

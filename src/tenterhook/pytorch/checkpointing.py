@@ -22,6 +22,7 @@ from tenterhook.pytorch.autograd import current_backward_id
 from tenterhook.pytorch.names import attribute, find, is_absent
 from tenterhook.pytorch.python_code import closure_values, frames_from, nested_codes, own_frame
 from tenterhook.pytorch.support import check, feature, require, works
+from tenterhook.pytorch.transforms import in_transform
 
 __all__ = [
     "Checkpoint",
@@ -73,9 +74,39 @@ saved_tensor_hooks: Callable[[], Any] = functools.partial(_top_saved_tensor_hook
 """Return the pair of hooks with which autograd saves tensors now, or None."""
 
 
+_is_forward_mode_enabled: Callable[[], bool] = find("torch._C._is_fwd_grad_enabled", lambda: False)
+
+
+def _custom_functions_disable_forward_mode() -> bool:
+    """Return whether forward-mode gradients are off in the ``forward`` of a ``torch.autograd.Function``."""
+    seen: list[bool] = []
+
+    class Asks(torch.autograd.Function):
+        @staticmethod
+        def forward(_ctx: Any, x: Tensor) -> Tensor:
+            seen.append(_is_forward_mode_enabled())
+            return x * 2
+
+    with torch.no_grad():
+        seen.append(not _is_forward_mode_enabled())
+    Asks.apply(torch.zeros(1, device="cpu", requires_grad=True))  # type: ignore[no-untyped-call]
+    return seen == [False, False]
+
+
+_FORWARD_MODE_SHOWS_IT = _custom_functions_disable_forward_mode()
+
+
 def may_be_checkpointed() -> bool:
-    """Return whether a checkpoint may be around this call. Fast, and False for most calls."""
-    return not torch.is_grad_enabled() or saved_tensor_hooks() is not None
+    """Return whether a checkpoint may be around this call. Fast, and False for most calls.
+
+    The first run in a reentrant checkpoint is without gradients, in the ``forward`` of a ``torch.autograd.Function``.
+    Forward-mode gradients are off there too, unlike in ``torch.no_grad()``. A transform may have enabled them again.
+    """
+    if saved_tensor_hooks() is not None:
+        return True
+    if torch.is_grad_enabled():
+        return False
+    return not (_FORWARD_MODE_SHOWS_IT and _is_forward_mode_enabled()) or in_transform()
 
 
 def checkpoints_around(frame: FrameType | None) -> Iterator[Checkpoint]:

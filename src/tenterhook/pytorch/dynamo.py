@@ -45,6 +45,8 @@ _DEFAULT: Any = getattr(_Action, attribute("_FrameAction", "DEFAULT"), None)
 _COMPILER, _UTILITIES = "torch._dynamo.eval_frame", "torch._dynamo.utils"
 _is_where_expected = Path(torch.__file__).parents[1].joinpath(*_COMPILER.split(".")).with_suffix(".py").exists()
 attribute("compilation settings", "fullgraph")
+_tables: tuple[dict[Any, Any], dict[str, dict[str, int]]] | None = None
+"""Dynamo's backends and its counters, once it is imported"""
 _used = False
 
 
@@ -55,18 +57,25 @@ def has_compiled_anything() -> bool:
     """
     global _used  # noqa: PLW0603 - read at the start of each session, and never False again
     if not _used:
-        dynamo: Any = sys.modules.get(_COMPILER)
-        if dynamo is None:
-            _used = not _is_where_expected and _is_loaded_elsewhere()
+        tables = _tables or _find_tables()
+        if tables is None:
+            _used = _COMPILER in sys.modules or (not _is_where_expected and _is_loaded_elsewhere())
             return _used
-        # Other libraries import it without compiling: functions that they keep out of graphs have None as backend. If
-        # the table is unknown, assume that something was compiled.
-        backends = getattr(dynamo, "cached_backends", None)
-        found = [True] if backends is None else list(backends.values())
+        # Other libraries import it without compiling: functions that they keep out of graphs have None as backend.
         # After a reset Dynamo has no backends, but compiled models still exist, and it has counted their graphs.
-        counters = getattr(sys.modules.get(_UTILITIES), "counters", None)
-        _used = found.count(None) < len(found) or bool(counters and counters["stats"]["unique_graphs"])
+        backends, counters = tables
+        _used = any(backends.values()) or ("stats" in counters and bool(counters["stats"].get("unique_graphs")))
     return _used
+
+
+def _find_tables() -> tuple[dict[Any, Any], dict[str, dict[str, int]]] | None:
+    """Return Dynamo's tables, or None if it is not imported, or does not have them in this release."""
+    global _tables  # noqa: PLW0603
+    backends = getattr(sys.modules.get(_COMPILER), "cached_backends", None)
+    if backends is not None:
+        # Without counters, only what was compiled since the last reset is known.
+        _tables = backends, getattr(sys.modules.get(_UTILITIES), "counters", {})
+    return _tables
 
 
 def _is_loaded_elsewhere() -> bool:

@@ -32,7 +32,7 @@ def copies_of_held(kept: Sequence[Tensor | KeptValue]) -> dict[int, Tensor]:
 
     A tensor with a graph is kept as an alias of its own, which nobody else holds. On a GPU there is no NumPy.
     """
-    if all(count <= ALONE for count in map(sys.getrefcount, kept)) and KeptValue not in map(type, kept):
+    if not kept or (max(map(sys.getrefcount, kept)) <= ALONE and KeptValue not in map(type, kept)):
         return {}
     held, attributes = list[Tensor](), list[int]()
     for each in kept:

@@ -6,6 +6,7 @@ kept by reference together with its version, and reading it compares the version
 
 from __future__ import annotations
 
+import functools
 import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -23,7 +24,18 @@ from tenterhook.sites.tensor_wrappers import gathered, settled
 if TYPE_CHECKING:
     from tenterhook.record.tape_log import LogEntries, Store
 
-__all__ = ["Copy", "Entry", "GradientOnly", "KeptValue", "Policy", "Recorder", "read", "value", "without_graph"]
+__all__ = [
+    "Copy",
+    "Entry",
+    "GradientOnly",
+    "KeptValue",
+    "Policy",
+    "Recorder",
+    "policy_of",
+    "read",
+    "value",
+    "without_graph",
+]
 
 Copy = Literal["auto", "always", "never"]
 
@@ -33,8 +45,9 @@ CHANGED = (
     'th.record(model, ..., copy="always").'
 )
 LENT = (
-    "the memory of {address!r} was lent to NumPy after it was recorded, for example by .numpy() or np.asarray(). NumPy "
-    "may have changed it, and PyTorch cannot detect that. Convert a clone, read the tape first, or record a copy: "
+    "the memory of {address!r} was lent to NumPy after it was recorded, for example by .numpy() or np.asarray(), or "
+    "its module created it from NumPy's memory. NumPy may have changed it, and PyTorch cannot detect that. Convert a "
+    "clone, read the tape first, or record a copy: "
     'th.record(model, ..., copy="always").'
 )
 INSIDE = (
@@ -131,6 +144,18 @@ class Policy:
             return self._keep_one(unwrapped(tensor)[0].clone())
 
 
+@functools.lru_cache(maxsize=64)
+def policy_of(
+    copy: Copy,
+    device: torch.device | None,
+    dtype: torch.dtype | None,
+    in_place: bool,  # noqa: FBT001 - a keyword takes longer
+    gather: bool,  # noqa: FBT001
+) -> Policy:
+    """Return the policy with these options. Sessions share it, so it must not be changed."""
+    return Policy(copy, device, dtype, in_place=in_place, gather=gather)
+
+
 class GradientOnly(Action):
     """The replacement of a :class:`Recorder` if only the gradient is recorded. It stores nothing."""
 
@@ -209,7 +234,7 @@ def read(entry: Entry, address: str, given: set[int] | None) -> Any:
     for tensor, version in watched:
         if tensor._version != version:
             raise ValueChanged(CHANGED.format(address=address, old=version, new=tensor._version))
-        if given is not None and type(tensor) is Tensor and tensor.is_cpu:
+        if given is not None and type(tensor) is Tensor:
             _refuse_lent(tensor, address, given)
         wrapped = wrapped or is_wrapped(tensor)
     if wrapped:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
+from sys import getrefcount
 from typing import TYPE_CHECKING, Any
 from weakref import ref
 
@@ -23,8 +25,9 @@ from tenterhook.engine.shared_forward import SharedForwards
 from tenterhook.pytorch.autograd import current_backward_id, next_operation_number, view_base
 from tenterhook.pytorch.checkpointing import saved_tensor_hooks
 from tenterhook.pytorch.module_calls import FORWARD_HOOKS, GLOBAL_FORWARD_HOOKS
+from tenterhook.pytorch.transforms import innermost_transform
 from tenterhook.record.alias_sums import number_for
-from tenterhook.record.gradient_log import GradientLog, watch_output
+from tenterhook.record.gradient_log import watch_output
 from tenterhook.record.kept_value import GradientOnly, Policy
 from tenterhook.record.recorded_gradients import OutputGradient
 from tenterhook.record.tape import Track
@@ -36,6 +39,7 @@ if TYPE_CHECKING:
     from tenterhook.address import Point
     from tenterhook.engine.session import Session
     from tenterhook.engine.shared_forward import Forward
+    from tenterhook.record.gradient_log import GradientLog
     from tenterhook.record.tape import Tape
     from tenterhook.record.tape_log import Returned
 
@@ -45,6 +49,17 @@ OWN_FILES.add(__file__)
 
 is_grad_enabled = torch.is_grad_enabled
 PAIR = 2
+
+
+def _references_to_a_new_value() -> int:
+    """Return the reference count of a value to which only two variables refer, as in the forwards below."""
+    value = object()
+    tensor = value
+    return getrefcount(tensor)
+
+
+NEW = _references_to_a_new_value()
+"""the reference count of an output that nothing but its call refers to, and that is not a view: a new tensor"""
 
 Add = Callable[["Returned"], object]
 Last = dict[Any, "Returned"] | None
@@ -56,9 +71,9 @@ class Outputs(SharedForwards):
     ``modules`` maps each module to the key of its next call in the tape's log.
     """
 
-    __slots__ = (
-        "_add", "_bases", "_grad", "_gradients", "_last", "_policy", "_slots", "_tape", "_values", "_window", "points",
-    )  # fmt: skip
+    points: Sequence[Point] = ()
+    _bases: range
+    _last: Last = None
 
     def __init__(
         self,
@@ -71,43 +86,29 @@ class Outputs(SharedForwards):
         values: bool,
         alone: bool,
     ) -> None:
-        self.points = points
-        modules = points.modules if isinstance(points, FoundPoints) else [point.module for point in points]
-        tape: Tape = session.tape
-        log = tape.log
-        self._bases = log.new_bases(len(modules))
-        SharedForwards.__init__(self, session, dict(zip(modules, self._bases, strict=True)))
-        self._tape, self._policy, self._grad, self._values = tape, policy, grad, values
-        self._gradients: dict[nn.Module, OutputGradient] = {}
-        # By the first key of a track, because a tape must refer to its modules weakly.
-        self._slots = tape.grad.log if grad else GradientLog()
-        self._window = keep_window(keep) if grad else None
+        self.points, self._policy, self._grad, self._values = points, policy, grad, values
+        if isinstance(points, FoundPoints):
+            modules, described = points.modules, points.tracks
+        else:
+            modules, described = [point.module for point in points], _described(points)
+        self._tape: Tape = session.tape
+        log = self._tape.log
+        bases = self._bases = log.new_bases(len(modules))
+        SharedForwards.__init__(self, session, dict(zip(modules, bases, strict=True)))
         # If other actions record too, entries are stored at once, so that the log keeps the order of the run.
         self._add: Add = log.fresh.append if alone and keep == sys.maxsize else log.adder(keep)
-        self._last = log.last_calls() if alone and keep == 1 else None
+        if alone and keep == 1:
+            self._last = log.last_calls()
+        if grad:
+            self._gradients: dict[nn.Module, OutputGradient] = {}
+            # By the first key of a track, because a tape must refer to its modules weakly.
+            self._slots: GradientLog = self._tape.grad.log
+            self._window = keep_window(keep)
         if alone:
-            self._make_tracks_later()
-
-    def _make_tracks_later(self) -> None:
-        points = self.points
-        if isinstance(points, FoundPoints):
-            described = points.tracks
-        else:
-            described = [(point.address, type(point.module), ref(point.module)) for point in points]
-        bases, log, slots = self._bases, self._tape.log, self._slots
-
-        def values(tracks: dict[str, Track]) -> None:
-            for (address, kind, module), base in zip(described, bases, strict=True):
-                tracks[address] = Track(LogEntries(log, base=base), kind=kind.__name__, output_of=module)
-
-        def gradients(tracks: dict[str, Track]) -> None:
-            for (address, kind, module), base in zip(described, bases, strict=True):
-                tracks[address] = Track(slots[base], kind=kind.__name__, output_of=module)
-
-        if self._values:
-            self._tape.make_tracks = values
-        if self._grad:
-            self._tape.grad.make_tracks = gradients
+            if values:
+                self._tape.make_tracks = partial(_make_tracks, described, bases, partial(LogEntries, log, None))
+            if grad:
+                self._tape.grad.make_tracks = partial(_make_tracks, described, bases, self._slots.__getitem__)
 
     def make_track(self, point: Point) -> None:
         """Create the track of one point now, in line with those of other actions."""
@@ -121,7 +122,8 @@ class Outputs(SharedForwards):
 
     def calls_of(self, module: nn.Module) -> int:
         """Return how many calls of a module have begun, or 0 if the module has its own actions."""
-        return SharedForwards.calls_of(self, module) % SPAN
+        calls: int = SharedForwards.calls_of(self, module) % SPAN
+        return calls
 
     def path_of(self, module: nn.Module) -> str:
         """Return the path of a module."""
@@ -159,10 +161,6 @@ class Outputs(SharedForwards):
         self._slots.settle()
         return bool(self._slots.get(self._base(module))) or (gradient is not None and gradient.reached)
 
-    def release(self) -> None:
-        """Drop all references to modules and the tape at the end of the session."""
-        self.points, self.ended, self._gradients, self._tape, self._add = (), {}, {}, None, _ignore  # type: ignore[assignment]
-
     # -- asked by the engine ------------------------------------------------------------------------------------------
 
     def bindings_of(self, module: nn.Module) -> tuple[list[Binding], int]:
@@ -199,10 +197,13 @@ class Outputs(SharedForwards):
                 tensor = value[0]  # The usual output of attention without weights.
             if by_reference and type(tensor) is Tensor:
                 try:
-                    # A short form of shows_every_change: PyTorch owns the memory, and it is not a parameter.
-                    if tensor.untyped_storage().resizable() and (
-                        (base := view_base(tensor)) is None or type(base) is Tensor
-                    ):
+                    # Reading looks at the memory of a new tensor. The rest is a short form of shows_every_change.
+                    base = view_base(tensor)
+                    if (
+                        base is None and getrefcount(tensor) == NEW and innermost_transform() is None
+                    ) or (
+                        tensor.untyped_storage().resizable() and (base is None or type(base) is Tensor)
+                    ):  # fmt: skip
                         kept = tensor.detach() if tensor.requires_grad else tensor
                         version = tensor._version
                         returned = (key, kept, version) if tensor is value else (key, kept, version, 1)
@@ -236,7 +237,7 @@ class Outputs(SharedForwards):
                 or not is_grad_enabled() or saved_tensor_hooks() is not None  # A checkpoint may surround this call.
             ):  # fmt: skip
                 return self.other(self_)(*args, **kwargs)
-            call, since = key % SPAN, next_operation_number()
+            since = next_operation_number()
             keys[self_] = key + 1
             value = original(self_, *args, **kwargs) if kwargs or len(args) != 1 else original(self_, args[0])
             tensor: Any = value if type(value) is Tensor else lone_tensor(value)
@@ -244,12 +245,11 @@ class Outputs(SharedForwards):
                 tensor is None or whole
                 or self_.__dict__[FORWARD_HOOKS] or GLOBAL_FORWARD_HOOKS
             ):  # fmt: skip
-                self._gradient_of(self_).enter(call, since)
-                return self.finish(self_, call, value)
+                return self._finish(self_, key % SPAN, since, value)
+            new = values and getrefcount(tensor) == NEW and view_base(tensor) is None and innermost_transform() is None
             own = watch_output(log, key, tensor, since, 0 if value is tensor else len(value))
             if own is None:
-                self._gradient_of(self_).enter(call, since)
-                return self.finish(self_, call, value)
+                return self._finish(self_, key % SPAN, since, value)
             if window is not None and (old := window(key)) is not None:
                 log.drop(old)
             if own is not tensor:
@@ -257,7 +257,7 @@ class Outputs(SharedForwards):
             if values:
                 kept = (tensor.detach(), tensor._version)
                 try:
-                    by_reference = shows_every_change(tensor)
+                    by_reference = new or shows_every_change(tensor)
                 except RuntimeError:  # A tensor without its own storage, such as one that torch.func transforms.
                     by_reference = False
                 if not by_reference:
@@ -270,6 +270,12 @@ class Outputs(SharedForwards):
             return own if tensor is value else (own, *value[1:])
 
         return forward
+
+    def _finish(self, module: nn.Module, call: int, since: int, value: Any) -> Any:
+        """Let the action of a module's gradient finish a call, unless the session has ended during the call."""
+        if self._session is not None:
+            self._gradient_of(module).enter(call, since)
+        return self.finish(module, call, value)
 
     def _gradient_of(self, module: nn.Module) -> OutputGradient:
         gradient = self._gradients.get(module)
@@ -290,8 +296,14 @@ def store(add: Add, last: Last, module: nn.Module, returned: Returned) -> None:
         last[module] = returned
 
 
-def _ignore(_: Any) -> None:
-    """Do nothing."""
+def _described(points: Sequence[Point]) -> list[tuple[str, type[nn.Module], ref[nn.Module]]]:
+    return [(point.address, type(point.module), ref(point.module)) for point in points]
+
+
+def _make_tracks(described: list[Any], bases: range, entries: Callable[[int], Any], tracks: dict[str, Track]) -> None:
+    """Create the tracks of outputs. ``entries`` returns those of a track by its first key."""
+    for (address, kind, module), base in zip(described, bases, strict=True):
+        tracks[address] = Track(entries(base), kind=kind.__name__, output_of=module)
 
 
 class OutputRecorder(Action):

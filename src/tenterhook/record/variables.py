@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
@@ -17,12 +18,11 @@ from tenterhook.engine.dispatch import OWN_FILES, stop_at
 from tenterhook.engine.inner_values import RewrittenFunction
 from tenterhook.engine.refuse_tracing import refuse_traced
 from tenterhook.engine.shared_forward import SharedForwards
-from tenterhook.pytorch.autograd import current_backward_id
+from tenterhook.pytorch.autograd import current_backward_id, view_base
 from tenterhook.record.kept_value import Policy, Recorder
 from tenterhook.record.tape import Track
 from tenterhook.record.tape_log import SPAN, LogEntries
 from tenterhook.sites.rewrite import rebuilt, rewritten
-from tenterhook.sites.tensor_hooks import shows_every_change
 from tenterhook.sites.threads import current
 
 if TYPE_CHECKING:
@@ -41,19 +41,16 @@ OWN_FILES.add(__file__)
 class Variables(SharedForwards):
     """One variable of each of many modules. ``modules`` counts the calls of each module."""
 
-    __slots__ = ("_add", "_bases", "_keep", "_keys", "_later", "_log", "_policy", "points")
-
     def __init__(self, session: Session, points: FoundPoints, policy: Policy, *, keep: int) -> None:
         self.points, self._policy, self._keep = points, policy, keep
         modules, tape = points.modules, session.tape
-        log: TapeLog = tape.log
-        self._log, bases = log, log.new_bases(len(modules))
+        self._log: TapeLog = tape.log
+        log, bases = self._log, self._log.new_bases(len(modules))
         self._bases = dict(zip(modules, bases, strict=True))
         self._keys = self._bases.copy()  # The key of the next execution.
         self._later: dict[nn.Module, RewrittenFunction] = {}  # For calls that run while their module is handed over.
         self._add: Callable[[Returned], None] = log.fresh.append if keep == sys.maxsize else log.adder(keep)
-        tracks, spots = points.tracks, points.spots
-        tape.make_tracks = lambda made: _make_tracks(made, log, tracks, spots, bases)
+        tape.make_tracks = partial(_make_tracks, log, points.tracks, points.spots, bases)
         SharedForwards.__init__(self, session, dict.fromkeys(modules, 0))
 
     def path_of(self, module: nn.Module) -> str:
@@ -68,10 +65,6 @@ class Variables(SharedForwards):
         """Return a predicate for whether one of the points was reached."""
         reached, bases = self._log.reached(), self._bases
         return lambda point: bases[point.module] in reached
-
-    def release(self) -> None:
-        """Drop all references to modules and the tape at the end of the session."""
-        self.points, self.ended, self._bases, self._log = (), {}, {}, None  # type: ignore[assignment]
 
     def remove(self) -> list[str]:
         """Remove the functions. Nothing is recorded any more, not even in a call that is still running."""
@@ -143,9 +136,11 @@ class _Values:
             return value if later is None else later.value(place, value)
         self._keys[module] = key + 1
         try:
-            if self._by_reference and type(value) is Tensor and shows_every_change(value):
-                self._add((key, value.detach() if value.requires_grad else value, value._version))
-                return value
+            if self._by_reference and type(value) is Tensor and value.untyped_storage().resizable():
+                base = view_base(value)  # This is a short form of shows_every_change.
+                if base is None or type(base) is Tensor:
+                    self._add((key, value.detach() if value.requires_grad else value, value._version))
+                    return value
         except RuntimeError:  # An inference tensor has no version, and a sparse one has no storage.
             pass
         refuse_traced(module)
@@ -157,7 +152,7 @@ class _Values:
         raise NotImplementedError(place, function)
 
 
-def _make_tracks(made: dict[str, Track], log: TapeLog, tracks: list[Any], spots: list[Any], bases: range) -> None:
+def _make_tracks(log: TapeLog, tracks: list[Any], spots: list[Any], bases: range, made: dict[str, Track]) -> None:
     for (address, kind, module), (name, spot), base in zip(tracks, spots, bases, strict=True):
         track = made[address] = Track(LogEntries(log, base=base), kind=kind.__name__, output_of=module)
         track.set_place(Site.VARIABLE, name, spot)

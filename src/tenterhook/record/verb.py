@@ -29,7 +29,7 @@ from tenterhook.record.alias_sums import number_for
 from tenterhook.record.failure import failure
 from tenterhook.record.generation import GenerationNotes
 from tenterhook.record.gradient_slot import GradientSlot, GradientSlots, watch_parameter
-from tenterhook.record.kept_value import Copy, Entry, GradientOnly, Policy, Recorder, value
+from tenterhook.record.kept_value import Copy, Entry, GradientOnly, Policy, Recorder, policy_of, value
 from tenterhook.record.outputs import Outputs
 from tenterhook.record.recorded_gradients import (
     InputGradient,
@@ -129,13 +129,13 @@ def record(  # noqa: PLR0913
     to = torch.device(device) if device is not None else None
     if copy not in COPY:
         raise ValueError(f'copy= is "auto", "always" or "never"; got {copy!r}')
-    policy = Policy(copy, to, dtype, in_place=facts(model).in_place, gather=gather)
+    policy = policy_of(copy, to, dtype, facts(model).in_place, gather)
     points = groups[0] if len(groups) == 1 else merged(groups)
     calls = sys.maxsize if keep == "all" else _calls(keep)
     session = Recording(model, points, policy, grad=grad, values=values, stop=stop, keep=calls)
     if found is None:
         session.require(_joined(selectors, groups), last_structure(model))
-    elif not session.is_found_later:
+    elif session._found is None:
         session.require(groups, found.structure)
     if numbering != "session":
         session.number_by(numbering)
@@ -165,6 +165,18 @@ class Recording(Session):
     verb = "record"
     joins_late = True
     tape: Tape
+    run_recorder: Any = None
+    _stop = False
+    _found: FoundPoints | None = None
+    """what a glob matches, if it is looked up again at the start"""
+    _outputs: Outputs | Variables | None = None
+    _generation: GenerationNotes | None = None
+    _groups: Sequence[Sequence[Point]] = ()
+    # Each is replaced before anything is added.
+    _bound: dict[Point, Binding] = {}  # noqa: RUF012
+    _waiting: set[Point] = set()  # noqa: RUF012
+    _handles: list[Any] = []  # noqa: RUF012
+    _parameters: list[tuple[Point, Recorder | None, dict[int, Any]]] = []  # noqa: RUF012
 
     def __init__(
         self,
@@ -177,31 +189,22 @@ class Recording(Session):
         stop: bool,
         keep: int,
     ) -> None:
-        self._policy, self._grad, self._stop, self._keep = policy, grad, stop, keep
-        self.needs = (*(("gradients",) if grad else ()), *(("stopping a run",) if stop else ()))
+        self.points, self._policy, self._grad, self._values, self._keep = points, policy, grad, values, keep
         bindings: list[Binding] = []
-        super().__init__(model, bindings, [])
+        Session.__init__(self, model, bindings, [])
         self.tape = tape = Tape(model)
         tape.started = False
-        self.points = points
-        self._values = values
-        self._groups: list[Sequence[Point]] = []
-        self._bound: dict[Point, Binding] = {}
-        self._waiting: set[Point] = set()
-        self._handles: list[Any] = []
-        self._parameters: list[tuple[Point, Recorder | None, dict[int, Any]]] = []
-        self.run_recorder: Any = None
-        self._outputs: Outputs | Variables | None = None
-        self._generation: GenerationNotes | None = None
+        if stop:
+            self._stop, self.needs = True, ("stopping a run",)
         if grad:
+            self.needs = ("gradients", *self.needs)
             whole = Point(":return", RETURN, model, "")
             bindings.append(Binding(whole, ModelReturned(tape.grad)))
         # Whether one shared forward per class can record the outputs of modules.
         shares = not stop and (not grad or policy.by_reference)
-        self.is_found_later = shares and isinstance(points, FoundPoints)
-        if isinstance(points, FoundPoints) and self.is_found_later:
-            self._planned = points.structure
-            return  # They are created when the session starts, and one of them is required.
+        if shares and isinstance(points, FoundPoints):
+            self._found = points  # The points are created when the session starts, and one of them is required.
+            return
         outputs = [point for point in points if point.is_plain_output] if shares else []
         alone = len(outputs) == len(points)
         if outputs:
@@ -211,8 +214,8 @@ class Recording(Session):
 
     def points_now(self) -> Sequence[Point]:
         """Return the points of the model in its present state, before the session starts."""
-        if isinstance(self.points, FoundPoints) and self.is_found_later:
-            self.points = self._points_found_now(self.points)
+        if self._found is not None:
+            self.points = self._points_found_now(self._found)
         return self.points
 
     def _make_outputs(self, points: Sequence[Point], *, alone: bool) -> Outputs:
@@ -220,7 +223,7 @@ class Recording(Session):
         return Outputs(self, points, self._policy, keep=self._keep, grad=grad, values=values, alone=alone)
 
     def _add_all(self, points: Sequence[Point], tape: Tape, bindings: list[Binding]) -> None:
-        outputs = self._outputs
+        outputs, self._bound, self._parameters = self._outputs, {}, []
         for point in points:
             if isinstance(outputs, Outputs) and point.module in outputs.modules and point.is_plain_output:
                 outputs.make_track(point)
@@ -318,13 +321,13 @@ class Recording(Session):
             for path, module in with_wrappers(self.model):
                 if module in self.run_recorder.modules:
                     self._actions_of(module, path).guard = self.run_recorder
-        if isinstance(self.points, FoundPoints) and self.is_found_later:
-            self._find_outputs(self.points)
+        if self._found is not None:
+            self._find_outputs(self._found)
         outputs = self._outputs
         if outputs is None:
             return None
         if self.run_recorder is not None or self.needs_action_sets():
-            self._outputs = None
+            self._outputs, self._bound = None, {**self._bound}
             for point in outputs.points:
                 (self._add if self._values else self._add_gradient)(point, self.tape, self.bindings)
             return None
@@ -367,11 +370,13 @@ class Recording(Session):
     def on_start(self) -> None:
         self.tape.started = True
         if self._stop:
-            self._waiting.update(
+            self._waiting = {
                 binding.point
                 for binding in self.bindings
                 if isinstance(binding.action, _Stopping) and _is_ever_called(binding.point.module)
-            )
+            }
+        if self._parameters:
+            self._handles = []
         for point, recorder, grads in self._parameters:
             self._watch_parameter(point, recorder, grads)
         if self._waiting:
@@ -407,9 +412,8 @@ class Recording(Session):
                 self._handles.append(watch_parameter(slot, tensor))
 
     def on_close(self) -> None:
-        if self._handles:
-            for handle in self._handles:
-                handle.remove()
+        for handle in self._handles:
+            handle.remove()
         stop_listening(self.inner, self)
         if self._generation is not None:
             self._generation.close()
@@ -418,8 +422,8 @@ class Recording(Session):
             self.tape.grad.end()
 
     def _release(self) -> None:
-        super()._release()
-        self._groups, self._bound = [], {}
+        Session._release(self)
+        self._groups, self._bound = (), {}
         if self._outputs is not None:
             self._outputs.release()
 
@@ -465,7 +469,7 @@ class Recording(Session):
         raise SessionError(f"values are on the tape of a session: session.tape[{address!r}]")
 
     def __enter__(self) -> Tape:  # type: ignore[override]
-        super().__enter__()
+        Session.__enter__(self)
         return self.tape
 
     def on_error(self, error: BaseException) -> None:
