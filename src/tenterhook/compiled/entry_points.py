@@ -9,7 +9,6 @@ catches a stop, so that the graph ends there.
 from __future__ import annotations
 
 import collections
-import threading
 import weakref
 from collections.abc import Callable
 from types import FunctionType
@@ -22,9 +21,8 @@ from tenterhook.compiled import trace
 from tenterhook.compiled.explain_errors import explained
 from tenterhook.compiled.late_start import was_compiled
 from tenterhook.compiled.packed_outputs import pack
-from tenterhook.compiled.trace import Untraceable
-from tenterhook.compiled.trace_plan import FOREIGN, part_of, reason_at
-from tenterhook.compiled.traced_statistics import begin_to_measure, measure_collected
+from tenterhook.compiled.trace_plan import FOREIGN, reason_at
+from tenterhook.compiled.traced_statistics import measure_collected
 from tenterhook.engine.dispatch import OWN_FILES
 from tenterhook.errors import Stopped
 from tenterhook.pytorch import dynamo_tracing
@@ -32,10 +30,8 @@ from tenterhook.pytorch.dynamo import original_module, without_compiling
 from tenterhook.pytorch.dynamo_tracing import (
     DynamoError,
     OptimizedModule,
-    constant_in_graphs,
     current_callback,
     disabled,
-    drop_guards_on_replacements,
     uses_cuda_graphs,
 )
 from tenterhook.pytorch.module_calls import GLOBAL_FORWARD_HOOKS, forward_hooks_of
@@ -43,7 +39,7 @@ from tenterhook.sites.module import MISSING, compiled_call
 from tenterhook.sites.threads import current
 
 if TYPE_CHECKING:
-    from tenterhook.engine.install import ForwardPatch, ModuleActions
+    from tenterhook.engine.install import ForwardPatch
     from tenterhook.engine.session import Session
 
 __all__ = ["ended", "entries", "entry", "is_guarded"]
@@ -59,13 +55,6 @@ Ends = tuple[tuple[Any, ...], tuple[Any, ...]]
 Copies = collections.OrderedDict[Any, Callable[..., Any]]
 _with_own_code: weakref.WeakKeyDictionary[nn.Module, set[Any]] = weakref.WeakKeyDictionary()
 _copies: weakref.WeakKeyDictionary[nn.Module, Copies] = weakref.WeakKeyDictionary()
-
-
-class _Running(threading.local):
-    patch: Any = None  # Of the entry that this thread runs.
-
-
-_running = _Running()
 
 
 def entries(session: Session) -> dict[nn.Module, str]:
@@ -200,7 +189,6 @@ def _between(guards: Any, patch: ForwardPatch, body: Any, ends: Ends, args: Any,
 
 
 def _ran(patch: ForwardPatch, run: Any, body: Any, ends: Ends, args: Any, kwargs: Any) -> Any:
-    outer, _running.patch = _running.patch, patch
     try:
         value = run(patch.module, body, ends, args, kwargs)
     except DynamoError as error:
@@ -208,8 +196,6 @@ def _ran(patch: ForwardPatch, run: Any, body: Any, ends: Ends, args: Any, kwargs
         if named is None:
             raise
         raise named from error
-    finally:
-        _running.patch = outer
     if type(value) is str and value == STOPPED:
         raise Stopped(next(actions.session for actions in patch.action_sets if actions.session.done))
     return value
@@ -226,65 +212,21 @@ def _run(self: nn.Module, inlined: Callable[..., Any], ends: Ends, args: Any, kw
 
     The module is an argument, because Dynamo's guards on a module are cheapest on an argument.
     """
-    packed_for, measured_for = ends
-    for tables in measured_for:
-        begin_to_measure(tables)
     try:
         value = inlined(self, *args, **kwargs)
     except Stopped:
         value = STOPPED
+    packed_for, measured_for = ends
     for graph_outputs in packed_for:
         pack(graph_outputs)
     for tables in measured_for:
         measure_collected(tables)
-    if measured_for:
-        forget_what_the_plan_says()
     return value
-
-
-@constant_in_graphs  # type: ignore[untyped-decorator]
-def forget_what_the_plan_says() -> bool:
-    """Drop the guards on what is the same in every run of one copy of the entry. Return True in a graph.
-
-    There are several for each measured module, and checking them takes as long as all guards of the model itself.
-    """
-    if _running.patch is not None and _measured(_running.patch):
-        drop_guards_on_replacements()
-    return True
-
-
-def _measured(patch: ForwardPatch) -> tuple[Any, ...]:
-    """Return what a graph contains in addition to the plan, if it only measures: settings, and all original forwards.
-
-    The result is empty if the graph may contain more.
-    """
-    session = patch.action_sets[0].session
-    tables = session.graph_outputs.tables if session.graph_outputs is not None else None
-    if tables is None or len(patch.action_sets) > 1:
-        return ()
-    found: list[Any] = [tables.limit, tables.gradients]
-    for actions in session.action_sets.values():
-        inner = actions.patch
-        if inner is None or isinstance(actions.module, OptimizedModule):  # It is never called, or not in the graph.
-            continue
-        original = getattr(inner.original, "__func__", None)
-        if inner.own is not None or original is None or len(inner.action_sets) > 1 or not _only_measures(actions):
-            return ()
-        found.append(original)
-    return tuple(found)
-
-
-def _only_measures(actions: ModuleActions) -> bool:
-    try:
-        part = part_of(actions)
-    except Untraceable:
-        return False
-    return bool(part.empty or part.only_measures)
 
 
 def _copy(patch: ForwardPatch, *, packs: bool) -> Callable[..., Any]:
     known = _copies.setdefault(patch.module, collections.OrderedDict())
-    key = (packs, _measured(patch), *[actions.session.plan_key for actions in patch.action_sets])
+    key = (packs, *[actions.session.plan_key for actions in patch.action_sets])
     made = known.get(key)
     if made is None:
         made = known[key] = FunctionType(_run.__code__.replace(), globals(), "run")

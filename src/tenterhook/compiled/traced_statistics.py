@@ -18,7 +18,7 @@ from torch import Tensor
 from tenterhook.compiled.collected_gradients import AT_ONCE, with_collected_gradient
 from tenterhook.pytorch.dynamo_tracing import begins_in_known_file, in_subgraph
 
-__all__ = ["MOST", "begin_to_measure", "measure_collected", "measured_output", "measured_value"]
+__all__ = ["MOST", "measure_collected", "measured_output", "measured_value"]
 
 MOST = 4  # Tensors of a tuple that are measured.
 
@@ -70,12 +70,6 @@ def collect(tables: Any, row: int, value: Tensor) -> None:
     tables.rows = (*tables.rows, row)
     if len(tables.rows) == AT_ONCE:
         measure_collected(tables)
-
-
-def begin_to_measure(tables: Any) -> None:
-    """Forget the values of a run that failed. Guards on the tables then refer to the place where they are read here."""
-    tables.values = ()
-    tables.rows = ()
 
 
 def measure_collected(tables: Any) -> None:

@@ -8,7 +8,6 @@ from typing import Any
 
 from torch import Tensor
 
-from tenterhook.pytorch.dynamo import INLINED
 from tenterhook.pytorch.names import attribute, find
 from tenterhook.pytorch.python_code import nested_codes
 
@@ -20,11 +19,9 @@ __all__ = [
     "call_before_tracing",
     "can_call_before_tracing",
     "compiled_versions",
-    "constant_in_graphs",
     "counters",
     "current_callback",
     "disabled",
-    "drop_guards_on_replacements",
     "forget_backend",
     "graph_break",
     "graphs_and_breaks",
@@ -73,11 +70,7 @@ _OUTPUT, _TRACERS = attribute("Dynamo", "output"), attribute("Dynamo output", "t
 _CODE = attribute("Dynamo", "f_code")
 _config: Any = find("torch._dynamo.config", None)
 _NESTED_BREAKS = attribute("Dynamo config", "nested_graph_breaks")
-constant_in_graphs: Any = find("torch.compiler.assume_constant_result")
-"""The decorator for functions that run when they are traced, and whose result is a constant of the graph."""
-_GUARDS, _ALL_GUARDS = attribute("Dynamo output", "guards"), attribute("Dynamo guards", "inner")
-_SOURCE = attribute("Dynamo guard", "originating_source")
-_BASE, _MEMBER = attribute("Dynamo source", "base"), attribute("Dynamo source", "member")
+_constant: Any = find("torch.compiler.assume_constant_result")
 attribute("Dynamo backend", "config")
 _INNER_BACKENDS = (
     attribute("Dynamo backend", "_torchdynamo_orig_backend"),
@@ -87,7 +80,7 @@ _WRAPPED_BACKEND = attribute("Dynamo backend", "compiler_fn")
 _WRAPPERS = 6  # The maximum number of Dynamo's own wrappers around a backend.
 
 
-@constant_in_graphs  # type: ignore[untyped-decorator]
+@_constant  # type: ignore[untyped-decorator]
 def in_subgraph() -> bool:
     """Return whether Dynamo traces the function of an operator such as a checkpoint, which may not assign to objects.
 
@@ -108,7 +101,7 @@ def note_file(name: str) -> None:
     _files.add(name)
 
 
-@constant_in_graphs  # type: ignore[untyped-decorator]
+@_constant  # type: ignore[untyped-decorator]
 def begins_in_known_file() -> bool:
     """Return whether the graph that Dynamo traces begins in a known file, so that its end is the end of that function.
 
@@ -121,29 +114,6 @@ def begins_in_known_file() -> bool:
         return getattr(_translator.current_tx(), _CODE).co_filename in _files
     except AttributeError:  # Nothing is traced.
         return False
-
-
-def drop_guards_on_replacements() -> None:
-    """Drop the guards of the graph that Dynamo traces on what the replacements of forwards contain.
-
-    The guards on their code stay. If this release keeps its guards in another way, all of them stay.
-    """
-    try:
-        guards = getattr(getattr(getattr(_translator.current_tx(), _OUTPUT), _GUARDS), _ALL_GUARDS)
-        for guard in [each for each in guards if _is_inside_replacement(getattr(each, _SOURCE))]:
-            guards.discard(guard)
-    except (AttributeError, TypeError):
-        return
-
-
-def _is_inside_replacement(source: Any) -> bool:
-    steps = 0
-    while source is not None:
-        base = getattr(source, _BASE, None)
-        if getattr(source, _MEMBER, None) == INLINED and getattr(base, _MEMBER, None) == "__func__":
-            return steps > 1  # One step further is the code of the replacement.
-        source, steps = base, steps + 1
-    return False
 
 
 def can_call_before_tracing() -> bool:

@@ -184,10 +184,7 @@ class GradientNoise:
 
 
 def _some(gradient: Tensor) -> Tensor:
-    if gradient.is_complex():
-        gradient = torch.view_as_real(gradient.resolve_conj())
-    if not gradient.is_contiguous():
-        gradient = gradient.reshape(-1)
-    step = max(1, gradient.numel() // PIECE)
-    # One view, because each operation takes the host as long as the elements take a GPU.
-    return gradient.as_strided((min(PIECE, -(-gradient.numel() // step)),), (step,))
+    gradient = gradient.detach()
+    flat = (torch.view_as_real(gradient.resolve_conj()) if gradient.is_complex() else gradient).reshape(-1)
+    step = max(1, flat.numel() // PIECE)
+    return flat[: step * PIECE : step]
