@@ -201,14 +201,13 @@ def _slots(model: nn.Module, host: nn.Module) -> list[Slot]:
     seen, waiting = {id(model)}, [model]
     while waiting:
         parent = waiting.pop()
-        wraps = wrapped_name(parent) is not None
         for name, child in children_of(parent).items():
             if child is None:
                 continue
-            inner = child if child is host or not children_of(child) else unwrapped(child)
-            if inner is host and not wraps:
+            below = children_of(child)
+            if (child is host or (below and unwrapped(child) is host)) and wrapped_name(parent) is None:
                 found.append((parent, name, child))
-            if id(child) not in seen:
+            if below and id(child) not in seen:
                 seen.add(id(child))
                 waiting.append(child)
     return found
