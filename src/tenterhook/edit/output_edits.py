@@ -55,7 +55,7 @@ class OutputEdits(SharedForwards):
     def install(self) -> None:
         """Install the functions. torch.jit.script refuses each edited module: the script would lack the edit."""
         SharedForwards.install(self)
-        for module in self.modules:
+        for module in tuple(self.modules):  # Another thread may take a module over now.
             self._refuse_script(module)
 
     def remove(self) -> list[str]:
