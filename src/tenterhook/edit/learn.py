@@ -20,14 +20,13 @@ from tenterhook.edit.saved import Edits
 from tenterhook.edit.verb import Editing, edit
 from tenterhook.engine.action import Context
 from tenterhook.errors import EditError
+from tenterhook.pytorch.layers import BATCH_NORMS, DROPOUTS
 from tenterhook.record.tape import Tape
 from tenterhook.record.verb import record
 
 __all__ = ["Learned", "learn"]
 
 THREE = 3
-BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
-DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 COLDEST = 0.1  # The temperature of masks in the last step; it is 1 in the first.
 SURE = 0.02  # A mask starts at least this far from 0 and 1, where it would have no gradient.
 NOTHING = (
@@ -373,7 +372,7 @@ def _steady(model: nn.Module) -> Iterator[None]:
     training = {name: module for name, module in model.named_modules() if module.training}
     for name, module in training.items():
         learns = isinstance(module, BATCH_NORMS) and module.track_running_stats
-        if learns or (isinstance(module, DROPOUTS) and module.p > 0):
+        if learns or (isinstance(module, DROPOUTS) and cast("Any", module).p > 0):
             does = "update its statistics" if learns else "make the loss random"
             raise EditError(TRAINING.format(name=name, kind=type(module).__name__, does=does))
     device = next((each.device for each in model.parameters() if each.is_cuda), None)

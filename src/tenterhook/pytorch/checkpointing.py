@@ -21,7 +21,7 @@ from torch.utils import checkpoint as torch_checkpoint
 from tenterhook.pytorch.autograd import current_backward_id
 from tenterhook.pytorch.names import attribute, find, is_absent
 from tenterhook.pytorch.python_code import closure_values, frames_from, nested_codes, own_frame
-from tenterhook.pytorch.support import check, feature, require, works
+from tenterhook.pytorch.support import check, feature, in_clean_thread, require, works
 from tenterhook.pytorch.transforms import in_transform
 
 __all__ = [
@@ -93,7 +93,10 @@ def _custom_functions_disable_forward_mode() -> bool:
     return seen == [False, False]
 
 
-_FORWARD_MODE_SHOWS_IT = _custom_functions_disable_forward_mode()
+@functools.cache
+def _forward_mode_shows_it() -> bool:
+    # The first call may come inside a transform or a mode.
+    return bool(in_clean_thread(_custom_functions_disable_forward_mode))
 
 
 def may_be_checkpointed() -> bool:
@@ -106,7 +109,7 @@ def may_be_checkpointed() -> bool:
         return True
     if torch.is_grad_enabled():
         return False
-    return not (_FORWARD_MODE_SHOWS_IT and _is_forward_mode_enabled()) or in_transform()
+    return not (_is_forward_mode_enabled() and _forward_mode_shows_it()) or in_transform()
 
 
 def checkpoints_around(frame: FrameType | None) -> Iterator[Checkpoint]:

@@ -28,6 +28,7 @@ __all__ = [
     "Status",
     "check",
     "feature",
+    "in_clean_thread",
     "is_available",
     "require",
     "works",
@@ -69,7 +70,7 @@ class Feature:
 
     def _run(self) -> None:
         try:
-            reason = _in_clean_thread(self.probe)
+            reason = in_clean_thread(self.probe)
         except Exception as error:  # noqa: BLE001 - any error makes the feature unavailable
             self.status, self.why = Status.UNAVAILABLE, f"{type(error).__name__}: {error}".partition("\n")[0]
         else:
@@ -188,7 +189,12 @@ class _ProbeThread:
         """True if it can run probes. A forked child process has only its main thread."""
         return self._thread.is_alive()
 
-    def run(self, probe: Callable[[], str | None]) -> str | None:
+    @property
+    def is_current(self) -> bool:
+        """True in this thread itself, which cannot wait for itself."""
+        return threading.current_thread() is self._thread
+
+    def run(self, probe: Callable[[], Any]) -> Any:
         """Run a probe in the thread and wait for it. Return its result or raise its error."""
         answer: queue.SimpleQueue[tuple[str | None, BaseException | None]] = queue.SimpleQueue()
         self._jobs.put((probe, answer))
@@ -209,9 +215,11 @@ class _ProbeThread:
 _probe_thread: _ProbeThread | None = None
 
 
-def _in_clean_thread(probe: Callable[[], str | None]) -> str | None:
+def in_clean_thread(probe: Callable[[], Any]) -> Any:
     """Run a probe in a thread with PyTorch's default settings."""
     global _probe_thread  # noqa: PLW0603 - started with the first probe
+    if _probe_thread is not None and _probe_thread.is_current:  # A probe asks for another one.
+        return probe()
     if _probe_thread is None or not _probe_thread.is_alive:
         _probe_thread = _ProbeThread()
     return _probe_thread.run(probe)

@@ -401,14 +401,15 @@ class PrefixInputs:
         each = torch.arange(self.length, device=device)
         place = start + each % packing.width
         case = each // packing.width
-        late = torch.cat([case.new_ones(self.length, start), (case[:, None] == case) & (place[:, None] >= place)], 1)
-        whole = torch.cat([case.new_zeros(self.length, start), each[:, None] >= each], 1)
+        seen = torch.ones(self.length, start, dtype=torch.bool, device=device)
+        late = torch.cat([seen, (case[:, None] == case) & (place[:, None] >= place)], 1)
+        whole = torch.cat([~seen, each[:, None] >= each], 1)
         if MASK in self.kwargs:
             keep = self.kwargs[MASK][0] != 0
-            late, whole = late * torch.cat([keep[:start], keep[place]]), whole * torch.cat([keep[:start], keep])
-        dtype, lowest = cache.layers[0].keys.dtype, torch.finfo(cache.layers[0].keys.dtype).min
+            late, whole = late & torch.cat([keep[:start], keep[place]]), whole & torch.cat([keep[:start], keep])
+        dtype = cache.layers[0].keys.dtype
         mask = torch.zeros(2, *late.shape, dtype=dtype, device=device)
-        mask.masked_fill_(torch.stack([whole, late]) == 0, lowest)
+        mask.masked_fill_(~torch.stack([whole, late]), torch.finfo(dtype).min)
         ids = packing.joined(self.ids, self.ids[:, place])
         ids[packing.whole - 1 : packing.whole, start:] = self._other_tokens(start)
         positions = self.kwargs.get(POSITIONS, each[None])
